@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from commdsl.checks.locations import Located, statement_key
-from commdsl.checks.size_classes import classes_of_moves, length_of_class
+from commdsl.checks.size_classes import classes_of_moves, split
 from commdsl.ir.lengths import knows
 from commdsl.ir.words import bindings_text
 from commdsl.language.diagnostics import Diagnostic, Label
@@ -25,7 +25,7 @@ def unknown_lengths(located: Located) -> Iterator[Diagnostic]:
         return
     told: set[tuple[str, int, int]] = set()
     for one in classes_of_moves(located):
-        moves, length = one.located.moves, length_of_class(located, one.moved)
+        moves, length = one.located.moves, split(located, one.moved)[0].astype(np.int32)
         ranks = np.column_stack((moves.dest_rank, moves.source_rank)).astype(np.int32)
         known = knows(schedule.num_ranks, len(lengths.axes), ranks, np.broadcast_to(length[:, None], ranks.shape))
         if moves.source_valid is not None:

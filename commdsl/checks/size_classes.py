@@ -10,6 +10,7 @@ itself, is kept as it is declared. Does not know bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,8 @@ from commdsl.language.records import dataclass
 
 Classes = NDArray[np.int64]  # (length * radix + cut) * radix + piece, or UNKNOWN
 UNKNOWN = -1
+
+Number = TypeVar("Number", int, Classes)
 
 
 def initial_classes(located: Located) -> Classes:
@@ -152,25 +155,14 @@ def _buffer_of(located: Located) -> NDArray[np.int64]:
     return located.over_locations(counts, nowhere=-1).astype(np.int64)
 
 
-def _split(located: Located, code: int) -> tuple[int, int, int]:
-    """Length, cut and piece."""
-    block, piece = divmod(code, _radix(located))
-    return *divmod(block, _radix(located)), piece
-
-
-def length_of_class(located: Located, classes: Classes) -> NDArray[np.int32]:
-    """Which length the blocks of chunks of these classes have."""
-    return (classes // _radix(located) ** 2).astype(np.int32)
-
-
-def cut_of_class(located: Located, classes: Classes) -> NDArray[np.int64]:
-    """Into how many the blocks of chunks of these classes are cut."""
-    cut: NDArray[np.int64] = classes // _radix(located) % _radix(located)
-    return cut
+def split(located: Located, classes: Number) -> tuple[Number, Number, Number]:
+    """Of chunks of these classes: which length their blocks have, into how many those are cut, which piece they are."""
+    radix = _radix(located)
+    return classes // radix**2, classes // radix % radix, classes % radix
 
 
 def _describe(located: Located, code: int) -> str:
-    length, cut, piece = _split(located, code)
+    length, cut, piece = split(located, code)
     lengths = located.schedule.lengths
     block = "block" if lengths is None else f"block of {lengths.entry_name(located.schedule.num_ranks, length)}"
     return f"a whole {block}" if cut == 1 else f"piece {piece} of a {block} cut into {cut}"
@@ -184,7 +176,7 @@ def _unequal(located: Located, one: ClassedMoves, row: int) -> Diagnostic:
     moves, moved, before = one.located, int(one.moved[row]), int(one.before[row])
     source, dest = located.chunk_name(int(moves.sources[row, 0])), located.chunk_name(int(moves.dest[row]))
     buffers = [located.schedule.buffers[index] for index in (moves.moves.source_buffer, moves.moves.dest_buffer)]
-    (length, cut, _), (length_before, cut_before, _) = (_split(located, code) for code in (moved, before))
+    (length, cut, _), (length_before, cut_before, _) = (split(located, code) for code in (moved, before))
     same_cut, other = cut == cut_before, length != length_before
     return Diagnostic(
         "C305",

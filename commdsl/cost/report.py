@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from commdsl.checks.determinism import same_bits
 from commdsl.checks.locations import Located, LocatedStep
-from commdsl.checks.size_classes import ClassedMoves, classes_of_moves, cut_of_class
+from commdsl.checks.size_classes import ClassedMoves, classes_of_moves, split
 from commdsl.checks.topology import link_table
 from commdsl.cost.bounds import Limit, limit
 from commdsl.ir.classes import classes, units
@@ -222,7 +222,7 @@ def _load(located: Located, index: int, statements: list[ClassedMoves]) -> _Load
         crosses = valid & (source_rank != dest_rank)
         num_copies += int(np.count_nonzero(valid)) - int(np.count_nonzero(crosses))
         pairs.append((source_rank * num_ranks + dest_rank)[crosses])
-        size = 1.0 / cut_of_class(located, one.moved)
+        size = 1.0 / split(located, one.moved)[1]
         blocks.append(np.broadcast_to(size[:, None], sources.shape)[crosses])
         moved.append((one.located.moves.source_buffer, float(blocks[-1].sum())))
     return _Load(index, statements[0].step, np.concatenate(pairs), np.concatenate(blocks), num_copies, tuple(moved))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from commdsl.language.kinds import Axis
 from commdsl.language.records import dataclass
 
 Ints = NDArray[np.int32]
+Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +37,9 @@ class Lengths:
         shape = (num_ranks,) * len(self.axes)
         return np.ravel_multi_index([numbers[axis] for axis in self.axes], shape).astype(np.int32)
 
-    def places(self, num_ranks: int, blocks: int, rank: int) -> tuple[int, ...]:
-        """Where among the entries that a rank knows those of its blocks are."""
-        return _places(self, num_ranks, blocks, rank)
+    def of_rank(self, num_ranks: int, blocks: int, rank: int, known: Sequence[Entry]) -> list[Entry]:
+        """The entry of each block of a rank, of those that it knows, by place."""
+        return [known[at] for at in _places(self, num_ranks, blocks, rank)]
 
     def entry_name(self, num_ranks: int, entry: int) -> str:
         """`n[2]`, `n[0, 2]`."""
@@ -50,7 +52,7 @@ class Lengths:
 
 @cache
 def _places(lengths: Lengths, num_ranks: int, blocks: int, rank: int) -> tuple[int, ...]:
-    """Kept, as lengths may be others in every call, and these are not."""
+    """Where among the entries that a rank knows those of its blocks are: kept, as other calls have other lengths."""
     entries = lengths.of_blocks(num_ranks, blocks)[rank]
     return tuple(place(num_ranks, len(lengths.axes), np.full_like(entries, rank), entries).tolist())
 

@@ -78,7 +78,7 @@ class Launch:
         """The bytes of each block of a tensor of a rank, which the launch is of where lengths are known to few."""
         if tensor.lengths is None:
             return [self.block_bytes] * tensor.blocks
-        return [self.lengths[at] for at in tensor.lengths.places(moves.num_ranks, tensor.blocks, rank)]
+        return tensor.lengths.of_rank(moves.num_ranks, tensor.blocks, rank, self.lengths)
 
     @property
     def parts(self) -> int:

@@ -60,7 +60,7 @@ def output_shapes(known: Program, inputs: Sequence[torch.Tensor], rank: int | No
 def _blocks_of(port: Port, known: Program, rank: int | None, lengths: Sequence[Any]) -> list[Any]:
     """The rows of each block of a tensor."""
     assert port.lengths is not None
-    return [lengths[at] for at in port.lengths.places(known.plan.num_ranks, port.blocks, rank or 0)]
+    return port.lengths.of_rank(known.plan.num_ranks, port.blocks, rank or 0, lengths)
 
 
 def blocks_and_row(signature: Signature, inputs: Sequence[torch.Tensor], lengths: Given) -> tuple[Blocks, int]:
