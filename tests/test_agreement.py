@@ -21,7 +21,7 @@ from test_dispatch_torch import Rank, on_ranks
 import commdsl
 from commdsl import compiler
 from commdsl.build.emit import emit
-from commdsl.commands.dumps import static_lines
+from commdsl.commands.dump_plans import static_lines
 from commdsl.machine.resources import data_dir
 from commdsl.planner.chance import Draw, random_plan
 from commdsl.program.agree import BEHIND

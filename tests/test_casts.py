@@ -19,7 +19,8 @@ from commdsl.checks import check_plan
 from commdsl.checks.casts import roundings
 from commdsl.checks.determinism import same_bits
 from commdsl.checks.locations import Located
-from commdsl.commands.dumps import ir_text, plan_text
+from commdsl.commands.dump_plans import plan_text
+from commdsl.commands.dumps import ir_text
 from commdsl.commands.trial import Settings, trial
 from commdsl.ir.interpret import run
 from commdsl.ir.rounding import rounded

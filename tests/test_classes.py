@@ -13,7 +13,8 @@ import pytest
 from commdsl import compiler
 from commdsl.checks import check_plan
 from commdsl.commands import cubins
-from commdsl.commands.dumps import ir_text, plan_text
+from commdsl.commands.dump_plans import plan_text
+from commdsl.commands.dumps import ir_text
 from commdsl.commands.report import cost_lines
 from commdsl.commands.trial import Settings, trial
 from commdsl.ir.classes import Unit, units

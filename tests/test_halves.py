@@ -19,7 +19,7 @@ from commdsl import compiler
 from commdsl.build.emit import emit
 from commdsl.build.host_keys import again, back, there
 from commdsl.build.host_ranks import Running
-from commdsl.commands.dumps import plan_text
+from commdsl.commands.dump_plans import plan_text
 from commdsl.compiler import CheckedDispatch
 from commdsl.language.diagnostics import Diagnostic, InternalError
 from commdsl.machine.resources import data_dir

@@ -22,7 +22,7 @@ from commdsl import compiler
 from commdsl.build import host_run, nvrtc
 from commdsl.build.emit import defines, emit
 from commdsl.checks import check_plan
-from commdsl.commands.dumps import plan_text
+from commdsl.commands.dump_plans import plan_text
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import CommError, InternalError
 from commdsl.machine.config import from_environment

@@ -15,7 +15,8 @@ from test_keys_there import agains, call_of, check_again, differs, judge, reused
 from commdsl.build.host_keys import Array, KeysCall, again, back, bytes_across, there
 from commdsl.build.host_ranks import DataRaceError, RowsError, Running
 from commdsl.checks import check_carried, check_routed
-from commdsl.commands.dumps import dispatch_lines, plan_text
+from commdsl.commands.dump_plans import plan_text
+from commdsl.commands.dumps import dispatch_lines
 from commdsl.commands.trial_keys import travelled
 from commdsl.compiler import CheckedDispatch
 from commdsl.ep import simulate

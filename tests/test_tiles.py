@@ -13,7 +13,7 @@ from thread_ranks import in_group
 from commdsl import checks, compiler
 from commdsl.build import host_run, nvrtc
 from commdsl.build.emit import defines, emit
-from commdsl.commands.dumps import plan_text
+from commdsl.commands.dump_plans import plan_text
 from commdsl.ir.interpret import run
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import CommError, InternalError

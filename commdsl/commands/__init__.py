@@ -12,7 +12,7 @@ Assumes `cli` has parsed the arguments. A command knows no click; it is a functi
     listing       the shipped files -> a list
     check, run, show, plan, synth, compile, fmt, explain, tune, choice, cache, doctor, new   a command each
     lsp           what an editor asks, and `lsp`, the command that answers
-    dumps, plan_view, timeline   what `show` shows
+    dumps, dump_plans, plan_view, timeline   what `show` shows
     trial, visited, trial_rows, trial_keys   what `run` runs: schedules, their visits, rows by tables, rows by keys
     tables, report   by which plan, and what is said of it
     candidates    one's own schedules -> what `tune` measures

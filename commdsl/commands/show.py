@@ -10,7 +10,7 @@ from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 
-from commdsl.commands import dumps, output
+from commdsl.commands import dump_plans, dumps, output
 from commdsl.commands.arguments import Target, UsageError
 from commdsl.commands.jobs import Job, Outcome, jobs_of, merge, prove_all, read, some
 from commdsl.commands.output import Exit
@@ -105,9 +105,9 @@ def render(outcome: Outcome, stage: Stage) -> str:
             ways = (replace(one, plan=plan, emitted=text) for plan, text in made.ways)
             return "\n".join(render(replace(outcome, checked=way), stage) for way in ways)
         case CompiledSchedule(plan=plan, visits=visits), Stage.PLAN:
-            return "\n".join(dumps.plan_text(one) for one in dict.fromkeys((plan, visits)) if one is not None)
+            return "\n".join(dump_plans.plan_text(one) for one in dict.fromkeys((plan, visits)) if one is not None)
         case CompiledDispatch(plan=plan), Stage.PLAN:
-            return dumps.plan_text(plan)
+            return dump_plans.plan_text(plan)
         case CompiledSchedule(emitted=emitted) | CompiledDispatch(emitted=emitted), Stage.CUDA:
             return emitted.text
         case CompiledSchedule(emitted=emitted) | CompiledDispatch(emitted=emitted), Stage.HOST:

@@ -10,7 +10,7 @@ text          a file -> its text
 parser        text -> Syntax
 collection    a pause of the garbage collector, for work that only builds
 parsed        the parser, which parses no text twice
-print_syntax, print_dispatches, print_machines   a node -> its line of text
+print_expressions, print_syntax, print_dispatches, print_machines   a node -> its line of text
 format        Syntax -> canonical text
 highlight     the grammar -> patterns that colour a text, for Pygments by `pygments_lexer`, for editors as TextMate's
 """

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from commdsl.language import print_dispatches, print_machines, print_syntax, syntax
-from commdsl.language.print_syntax import GAP
+from commdsl.language.print_expressions import GAP
 
 LINE_WIDTH = 120
 COMMENT_COLUMN = 47  # where remarks behind code stand, if the code leaves room

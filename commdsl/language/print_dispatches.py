@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from typing import TypeAlias, assert_never
 
 from commdsl.language import syntax
-from commdsl.language.print_syntax import GAP, cast, expr, interval, params
+from commdsl.language.print_expressions import GAP, cast, expr, interval
+from commdsl.language.print_syntax import params
 
 Line: TypeAlias = (
     syntax.MaskEntry

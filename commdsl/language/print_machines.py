@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import TypeAlias, assert_never
 
 from commdsl.language import syntax
-from commdsl.language.print_syntax import GAP, arithmetic, expr, for_binders, interval, quantity
+from commdsl.language.print_expressions import GAP, arithmetic, expr, for_binders, interval, quantity
 
 Line: TypeAlias = (
     syntax.RoleDecl | syntax.CountEntry | syntax.AxesEntry | syntax.LinkDecl | syntax.MissingDecl

@@ -1,6 +1,6 @@
-"""Turns expressions, references and the heads of statements into their one-line text.
+"""Turns the lines of schedules, and the heads of their blocks, into their text.
 
-Assumes a node the parser made. Does not know lines, indentation or comments; `format` does.
+Assumes a node the parser made. Does not know indentation or comments; `format` does.
 """
 
 from __future__ import annotations
@@ -10,178 +10,22 @@ from typing import TypeAlias, assert_never
 
 from commdsl.language import syntax
 from commdsl.language.kinds import MoveKind
-
-# Loosest first, as in the grammar. Comparisons do not chain, so neither side may be one.
-_LEVELS = (
-    ("or",),
-    ("and",),
-    ("not",),
-    ("==", "!=", "<", "<=", ">", ">="),
-    ("|",),
-    ("^",),
-    ("&",),
-    ("<<", ">>"),
-    ("+", "-"),
-    ("*", "/", "%"),
-    ("unary -",),
-    ("**",),
+from commdsl.language.print_expressions import (
+    arguments,
+    arithmetic,
+    binders,
+    cast,
+    choice,
+    combining,
+    domain,
+    expr,
+    for_binders,
+    quantity,
+    ref,
+    rounding,
+    source,
+    where,
 )
-_LEVEL = {operator: level for level, operators in enumerate(_LEVELS) for operator in operators}
-_COMPARISON = _LEVEL["=="]
-_NEGATION = _LEVEL["unary -"]
-_POWER = _LEVEL["**"]
-_ATOM = len(_LEVELS)
-
-GAP = "   "  # between entries that share a line
-
-
-# --- expressions ------------------------------------------------------------------------------------------------------
-
-
-def expr(node: syntax.Expr) -> str:
-    """An expression. Parentheses around an operand stay where they were written; others stand only where needed."""
-    match node:
-        case syntax.Int(value):
-            return str(value)
-        case syntax.Name(text):
-            return text
-        case syntax.Unary("not", operand):
-            return f"not {_operand(operand, node, _LEVEL['not'])}"
-        case syntax.Unary(operator, operand):
-            return operator + _operand(operand, node, _NEGATION)
-        case syntax.Binary(operator, left, right):
-            left_least, right_least = _least(operator)
-            return f"{_operand(left, node, left_least)} {operator} {_operand(right, node, right_least)}"
-        case syntax.Call(function, given):
-            return f"{function.text}({arguments(given)})"
-        case syntax.Method(owner, method, given):
-            return f"{expr(owner)}.{method}({arguments(given)})"
-        case syntax.Table(entries):
-            return f"[{arguments(entries)}]"
-        case syntax.Index(of, index):
-            return f"{expr(of)}[{choice(index)}]"
-        case syntax.Choice():
-            return f"({choice(node)})"
-        case _:
-            assert_never(node)
-
-
-def choice(node: syntax.Expr) -> str:
-    """An expression where a choice needs no parentheses."""
-    match node:
-        case syntax.Choice(then, condition, otherwise):
-            return f"{expr(then)} if {expr(condition)} else {choice(otherwise)}"
-        case _:
-            return expr(node)
-
-
-def arguments(nodes: Iterable[syntax.Expr]) -> str:
-    return ", ".join(choice(node) for node in nodes)
-
-
-def _least(operator: str) -> tuple[int, int]:
-    """How tightly the operands of a binary operator must bind to stand without parentheses."""
-    level = _LEVEL[operator]
-    if level == _COMPARISON:
-        return level + 1, level + 1
-    if level == _POWER:  # to the right: 2 ** -3 ** 2 is 2 ** (-(3 ** 2))
-        return _ATOM, _NEGATION
-    return level, level + 1
-
-
-def _operand(node: syntax.Expr, parent: syntax.Expr, least: int) -> str:
-    match node:
-        case syntax.Unary(operator, _):
-            level = _LEVEL["not"] if operator == "not" else _NEGATION
-        case syntax.Binary(operator, _, _):
-            level = _LEVEL[operator]
-        case _:
-            return expr(node)
-    return f"({expr(node)})" if level < least or _grouped(node, parent) else expr(node)
-
-
-def _grouped(node: syntax.Expr, parent: syntax.Node) -> bool:
-    """Whether the writer put the operand in parentheses; spans leave out those around the node itself."""
-    text = node.span.source.text
-    before = text[parent.span.start : node.span.start].rstrip()
-    after = text[node.span.end : parent.span.end].lstrip()
-    return before.endswith("(") and after.startswith(")")
-
-
-def arithmetic(node: syntax.Expr) -> str:
-    """An expression where the grammar takes no comparison without parentheses: ranks, ends of ranges, counts."""
-    match node:
-        case syntax.Binary(operator, _, _) if _LEVEL[operator] <= _COMPARISON:
-            return f"({expr(node)})"
-        case syntax.Unary("not", _):
-            return f"({expr(node)})"
-        case _:
-            return expr(node)
-
-
-def interval(node: syntax.Range) -> str:
-    return f"{arithmetic(node.first)} ..< {arithmetic(node.last)}"
-
-
-def domain(node: syntax.Range | syntax.Name) -> str:
-    return node.text if isinstance(node, syntax.Name) else interval(node)
-
-
-def quantity(node: syntax.Quantity) -> str:
-    return f"{node.written} {node.unit}"
-
-
-# --- references -------------------------------------------------------------------------------------------------------
-
-
-def ref(node: syntax.Ref) -> str:
-    indices = f"[{arguments(node.indices)}]" if node.indices else ""
-    match node.place:
-        case None:
-            return node.buffer.text + indices
-        case syntax.All():
-            return f"{node.buffer.text}{indices} @ all"
-        case syntax.Unary() | syntax.Binary() as place if _grouped(place, node):
-            return f"{node.buffer.text}{indices} @ ({expr(place)})"
-        case place:
-            return f"{node.buffer.text}{indices} @ {arithmetic(place)}"
-
-
-def binder(node: syntax.Binder) -> str:
-    return node.name.text if node.domain is None else f"{node.name.text} in {domain(node.domain)}"
-
-
-def binders(nodes: Iterable[syntax.Binder]) -> str:
-    return ", ".join(binder(node) for node in nodes)
-
-
-def source(node: syntax.Source_) -> str:
-    text = ref(node.ref)
-    if node.binder is not None:
-        text += f" for {binder(node.binder)}"
-    if node.condition is not None:
-        text += f" if {expr(node.condition)}"
-    return text
-
-
-def cast(node: syntax.Cast | None) -> str:
-    if node is None:
-        return ""
-    stretch = "" if node.stretch is None else f" by {arithmetic(node.stretch)}"
-    return f" as {node.element.text}{stretch}"
-
-
-def combining(operation: syntax.Name | None) -> str:
-    return "" if operation is None else f" by {operation.text}"
-
-
-def rounding(node: syntax.Rounding | None) -> str:
-    return "" if node is None else f" rounded({node.element.text}, {arithmetic(node.times)})"
-
-
-def where(condition: syntax.Expr | None) -> str:
-    return "" if condition is None else f" where {expr(condition)}"
-
 
 # --- statements and entries of one line -------------------------------------------------------------------------------
 
@@ -271,10 +115,6 @@ def _part(node: syntax.Part) -> str:
 def passing(node: syntax.Passing) -> str:
     reads, writes = (", ".join(name.text for name in names) for names in (node.reads, node.writes))
     return f"{reads} -> {writes}" if writes else reads
-
-
-def for_binders(bound: tuple[syntax.Binder, ...]) -> str:
-    return f" for {binders(bound)}" if bound else ""
 
 
 def _named_contract(node: syntax.NamedContract) -> str:
