@@ -293,6 +293,17 @@ def test_both_places() -> None:
     assert [label.span.text for label in found.secondary] == ["input x", "do reduce_tree(x) over two"]
 
 
+@pytest.mark.parametrize(
+    ("given", "help"), [("x[r % G]", "`each r do level(...)`"), ("x[gpu]", "did you mean `gpus`?")]
+)
+def test_a_rank_without_a_name(given: str, help: str) -> None:
+    """A name in what is given that is none, and resembles none, may be meant to be the acting rank."""
+    text = (Path(__file__).parent / "faults" / "C101_unknown_rank_of_a_call.comm").read_text(encoding="utf-8")
+    with pytest.raises(CommError) as caught:
+        check_named(text.replace("x[r % G]", given), "levels", 4)
+    assert help in caught.value.diagnostics[0].help
+
+
 def test_what_is_called_keeps_its_own_promise() -> None:
     """A schedule that does not do what it says is refused where it is called, even if that would be enough here."""
     text = """schedule enough for P ranks where P >= 2 {

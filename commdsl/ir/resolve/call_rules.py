@@ -6,6 +6,7 @@ Assumes the names in sight. Does not look at ranks, extents or parameters' value
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import TypeAlias
 
 from commdsl.ir.resolve.expressions import ExpressionRules, Kind
@@ -62,7 +63,18 @@ def _check_part(rules: ExpressionRules, do: syn.Do, part: syn.Part) -> None:
         for name in (*([do.rank] if do.rank else []), *(binder.name for binder in part.binders)):
             rules.declare(name, Kind.NUMBER)
             rules.used.add(name.span)
+        if do.rank is None:
+            _check_ranks(rules, do, part.ref)
         rules.ref(part.ref)
+
+
+def _check_ranks(rules: ExpressionRules, do: syn.Do, ref: syn.Ref) -> None:
+    """No rank has a name here: one that nothing else resembles may be meant so."""
+    names = {name.text: name for name in syn.nodes(ref.indices) if isinstance(name, syn.Name)}
+    for text, name in names.items():
+        if text not in rules.scope and not get_close_matches(text, rules.scope):
+            help = f"name the acting rank: `each {text} do {do.schedule.text}(...)`"
+            rules.faults.report("C101", f"`{text}` is not known", name.span, "no such name here", help=help)
 
 
 def _check_given(faults: Faults, do: syn.Do, called: syn.ScheduleDecl) -> None:
