@@ -137,7 +137,7 @@ OTHERS = tuple(TOKEN.findall((Path(__file__).parent / "everything.comm").read_te
 """Every word of the language, as often as it stands in a file of all that there is."""
 
 SHARDS, EACH = 100, 1000
-RUN_ONE_IN = 12
+RUN_ONE_IN = 4
 
 
 def word_changed(text: str, chance: random.Random) -> str:

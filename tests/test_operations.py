@@ -71,6 +71,21 @@ ROUNDED = """schedule rounded for P ranks where P >= 2 {
 """
 
 
+INSTEAD = """schedule instead for P ranks where P >= 2 {
+  input x
+  output y
+  output z
+  ensure allreduce(x -> y)
+  ensure allreduce(x -> z) by prod
+
+  each r { reduce x @ all -> y by prod }
+  each r { copy y -> z }
+  each r { reduce x @ all -> y }
+}
+"""
+"""Of the same chunks first the product, then what the call asks for."""
+
+
 def compiled(text: str | Path, ranks: int = RANKS, **tune: str) -> compiler.CompiledSchedule:
     files = compiler.read(text) if isinstance(text, Path) else compiler.read_text(text, "drawn.comm", Path())
     made = compiler.compile(files, ranks=ranks, tune=tune)
@@ -116,7 +131,9 @@ def test_statistics(protocol: str, dtype: DType, op: str, bound: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "op"), [(NAMED, None), (CALLED, "avg"), (ROUNDED, "sum")], ids=["named", "called", "cast"]
+    ("text", "op"),
+    [(NAMED, None), (CALLED, "avg"), (ROUNDED, "sum"), (INSTEAD, "max")],
+    ids=["named", "called", "cast", "instead"],
 )
 def test_kernel_equals_oracle(text: str, op: str | None) -> None:
     """All named, named by who calls, and of what is rounded on its way: to the bit."""

@@ -23,7 +23,7 @@ import test_keys as keyed
 import test_keys_there as went
 from collectives import SCHEDULES
 from host_dispatch import chained
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from strategies import Program, all_programs, rounding_programs, tried
 from test_dispatch_kernel import WIDTHS, reused, same, storm
@@ -321,7 +321,12 @@ def test_mutants_of_drawn_schedules(shard: int, tally: Tally, is_chosen: Chosen,
     """So it is with any schedule."""
 
     @seed(shard)
-    @settings(max_examples=turns(15), database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=turns(15),
+        database=None,
+        phases=[Phase.generate],  # a smaller one takes minutes to find
+        suppress_health_check=list(HealthCheck),
+    )
     @given(st.one_of(all_programs(), tried(rounding_programs())))
     def judge(program: tuple[Program, str]) -> None:
         tally("mutants of drawn Plans", judged(drawn(*program, Random(shard), times=turns(3)), is_chosen))

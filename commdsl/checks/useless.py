@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from commdsl.checks.contributions import forward, initial
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedTask, Locations, statement_key
+from commdsl.checks.operations import recombined
 from commdsl.ir.held import handed
 from commdsl.ir.schedules import Task
 from commdsl.ir.words import bindings_text
@@ -48,10 +49,11 @@ def useless_statements(located: Located) -> Iterator[Diagnostic]:
             yield _unused(located, step, moves, span)
     if told:
         return  # a doubled statement leaves one of the two unused, the other idle: one mistake
+    other = recombined(located)  # the same contributions, but not the same data
     for _, at, idle in forward(located, initial(located)):
         if isinstance(at, LocatedStep):
             for moves, is_idle in zip(at.moves, idle, strict=True):
-                if is_idle and statement_key(moves.moves.span) not in told:
+                if is_idle and id(moves) not in other and statement_key(moves.moves.span) not in told:
                     told.add(statement_key(moves.moves.span))
                     yield _idle(located, at, moves)
 
