@@ -40,6 +40,11 @@ class Diagnostic:
     severity: Severity = Severity.ERROR
 
 
+def too_much(span: Span, label: str, help: str, notes: tuple[str, ...] = ()) -> Diagnostic:
+    """C511: what a text, a function, a schedule or its order takes, each found where it is counted."""
+    return Diagnostic("C511", "more than is proved at once", Label(span, label), notes=notes, help=help)
+
+
 class CommError(Error):
     """The user's `.comm` text, parameters or machine are at fault; picklable, so that ranks can pass it on."""
 

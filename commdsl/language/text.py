@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import BinaryIO
 
-from commdsl.language.diagnostics import CommError, Diagnostic, Label
+from commdsl.language.diagnostics import CommError, Diagnostic, Label, too_much
 from commdsl.language.source import Source, Span
 
 MOST_BYTES = 4_000_000
@@ -29,8 +29,7 @@ def text_in(file: BinaryIO, name: str, whole: Span) -> str:
         help = (
             "write loops in place of what they repeat; a plan that a program makes is `commdsl.dispatch.plan(lengths)`"
         )
-        label = Label(whole, f"`{name}` has more than {MOST_BYTES:,} bytes")
-        raise CommError((Diagnostic("C511", "more than is proved at once", label, help=help),))
+        raise CommError((too_much(whole, f"`{name}` has more than {MOST_BYTES:,} bytes", help),))
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

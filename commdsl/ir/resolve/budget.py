@@ -16,6 +16,7 @@ from commdsl.ir.resolve.evaluate import Cycles, Evaluator, Scope, free_names
 from commdsl.ir.resolve.faults import Faults, Poisoned, Spent
 from commdsl.ir.schedules import Buffer, Schedule, Step, Task, Yield
 from commdsl.language import syntax as syn
+from commdsl.language.diagnostics import too_much
 from commdsl.language.source import Span
 
 MOST_MOVES = 8_000_000
@@ -91,7 +92,7 @@ class Budget:
         taken = MOST_MOVES - self._left
         before = f"; what stands before takes {taken:,}" if taken > MOST_MOVES // 100 else ""
         notes = (f"{MOST_MOVES:,} moves, or what is as much work, are proved at once{before}",)
-        self._faults.report("C511", "more than is proved at once", span, label, help=help, notes=notes)
+        self._faults.add(too_much(span, label, help, notes))
         raise Spent
 
 

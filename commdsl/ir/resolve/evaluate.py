@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from commdsl.ir.resolve.faults import Faults, Poisoned, Spent
 from commdsl.ir.schedules import CycleSet, Ints
 from commdsl.language import syntax as syn
+from commdsl.language.diagnostics import too_much
 from commdsl.language.source import Span
 
 Number: TypeAlias = int | NDArray[Any]  # int64 or bool arrays
@@ -257,7 +258,7 @@ class Evaluator:
         self._operations += function.operations
         if self._operations > MOST_OPERATIONS:
             label = f"more than {MOST_OPERATIONS:,} operations in functions, one call after another"
-            self._faults.report("C511", "more than is proved at once", span, label, help="call them outside of loops")
+            self._faults.add(too_much(span, label, "call them outside of loops"))
             raise Spent
         given = dict(zip(function.params, numbers, strict=True))
         with self._faults.called(span):

@@ -13,7 +13,7 @@ from commdsl.ir.resolve.evaluate import FUNCTIONS, Function
 from commdsl.ir.resolve.expressions import ExpressionRules, Kind
 from commdsl.ir.resolve.faults import Faults
 from commdsl.language import syntax as syn
-from commdsl.language.diagnostics import Label
+from commdsl.language.diagnostics import Label, too_much
 
 MOST_OPERATIONS = 1000
 """Of one function with all that it calls."""
@@ -89,7 +89,7 @@ class _Builder:
         if self.sizes[name] > MOST_OPERATIONS:
             label = f"{self.sizes[name]:,} operations, those of the functions that it calls among them"
             help = f"{MOST_OPERATIONS:,} would fit"
-            self.faults.report("C511", "more than is proved at once", decl.name.span, label, help=help)
+            self.faults.add(too_much(decl.name.span, label, help))
         if self.depths[name] > MOST_DEEP:
             self._too_deep(decl.name)
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from commdsl.ir.rowwise import Behind, ending
 from commdsl.ir.schedules import Schedule, Task
-from commdsl.language.diagnostics import CommError, Diagnostic, Label
+from commdsl.language.diagnostics import CommError, too_much
 from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.program.agree import Agree
 from commdsl.program.by_row import ByRow
@@ -153,7 +153,7 @@ def _refuse_too_much(schedule: Schedule, problem: Problem) -> None:
     ranks = schedule.num_ranks
     label = f"{count:,} operations on {ranks:,} ranks that do not all do the same, up to rotation"
     fit = f"{most:,} operations would fit, in fewer steps or on fewer ranks"
-    raise CommError((Diagnostic("C511", "more than is proved at once", Label(schedule.span, label), help=fit),))
+    raise CommError((too_much(schedule.span, label, fit),))
 
 
 def _has_reduction(schedule: Schedule) -> bool:
