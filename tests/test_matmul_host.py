@@ -221,7 +221,7 @@ FAULTS = {
         "await_phase_of_cluster(this->shared.gathered(number), parity);",
         "",
         "clusters of the depth",
-        "not equal",
+        "not equal|is not fenced",
     ),
     "a block ends before the others of its cluster": (
         "if (Shape::kBlocks > 1) cluster_barrier<Shape::kBlocks>();  // what",

@@ -399,10 +399,10 @@ void start(u32 first, u32 cluster) {
   }
 }
 
-// One after another, all that may go on, but warpgroups that sleep.
+// One after another, all that may go on, but warps that sleep.
 void go_on(u64 sleeping) {
   for (Thread& thread : threads) {
-    if (thread.is_over || (sleeping >> (thread.block->number * 3 + thread.number / kWarpgroup) % 61 & 1) || !thread.may_go_on()) continue;
+    if (thread.is_over || (sleeping >> (thread.block->number * 12 + thread.number / 32) % 61 & 1) || !thread.may_go_on()) continue;
     if (!thread.polls) happened = true;
     own = &thread;
     threadIdx.x = thread.number, blockIdx.x = thread.block->number;
