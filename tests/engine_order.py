@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 
@@ -53,26 +52,28 @@ class Order:
 
     def races(self) -> Iterator[tuple[Command, Command]]:
         copies = [(place, command) for place, command in enumerate(self.commands) if command.copy]
-        for (i, one), (j, other) in combinations(copies, 2):
-            if meet(one, other) and not (self.before[i] >> j | self.before[j] >> i) & 1:
-                yield one, other
+        for at, other in _meeting([command.copy for _, command in copies]):
+            (i, one), (j, two) = copies[at], copies[other]
+            if not (self.before[i] >> j | self.before[j] >> i) & 1:
+                yield one, two
 
     def _run(self) -> None:
         places = {command.number: place for place, command in enumerate(self.commands)}
+        behind = [[places[number] for number in one.before & places.keys()] for one in self.commands]
         waiting = list(range(len(self.commands)))
         while waiting:
-            still = [place for place in waiting if not self._start(place, places)]
+            still = [place for place in waiting if not self._start(place, behind[place])]
             if len(still) == len(waiting):
                 return
             waiting = still
 
-    def _start(self, place: int, places: dict[int, int]) -> bool:
+    def _start(self, place: int, behind: list[int]) -> bool:
         command = self.commands[place]
+        if any(other not in self.before for other in behind):
+            return False
         known = 1 << place
-        for number in command.before & places.keys():
-            if places[number] not in self.before:
-                return False
-            known |= self.before[places[number]] | 1 << places[number]
+        for other in behind:
+            known |= self.before[other] | 1 << other
         if command.turn:
             if place not in self._has_raised:  # which it does before it waits
                 self._has_raised.add(place)
@@ -120,12 +121,13 @@ class Order:
         return learned
 
 
-def meet(one: Command, other: Command) -> bool:
-    assert one.copy is not None
-    assert other.copy is not None
-    (to, source, size), (other_to, other_source, other_size) = one.copy, other.copy
-    return (
-        (to < other_to + other_size and other_to < to + size)
-        or (to < other_source + other_size and other_source < to + size)
-        or (source < other_to + other_size and other_to < source + size)
-    )
+def _meeting(copies: list[tuple[int, int, int] | None]) -> list[list[int]]:
+    """The pairs of copies of which one writes what the other reads or writes."""
+    to, source, size = np.array(copies, np.int64).reshape(-1, 3).T
+
+    def overlap(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        return (one[:, None] < other + size) & (other < (one + size)[:, None])
+
+    crossed = overlap(to, source)
+    found: list[list[int]] = np.argwhere(np.triu(overlap(to, to) | crossed | crossed.T, 1)).tolist()
+    return found
