@@ -47,7 +47,7 @@ class Reading(StrEnum):
     """What happens to the steps of a schedule. The truth of a kernel that works tile by tile is between the two."""
 
     OVERLAP = "steps overlap"  # bytes count once, at the port that is busiest over the whole schedule
-    IN_TURN = "steps in turn"  # bytes count step by step, as in the cost report
+    IN_TURN = "steps in turn"  # bytes count step by step, as the cost report has each step
 
 
 class RowsError(ValueError):
@@ -137,7 +137,8 @@ def _sample(path: Path, line: Mapping[str, str]) -> Sample:
         raise RowsError(f"{path}: `{text}` is no shipped schedule for {case.ranks} ranks")
     known = cost.report(switched)
     bandwidth = switched.topology.links[0].port_bandwidth
-    loads = (busiest_ports(known, switched.topology)[0], known.seconds_per_byte * bandwidth)
+    in_turn = sum(step.seconds_per_byte for step in known.steps)
+    loads = (busiest_ports(known, switched.topology)[0], in_turn * bandwidth)
     block = block_bytes(case)
     return Sample(
         case, family, float(line["median_us"]), is_choice, len(known.steps), (loads[0] * block, loads[1] * block)

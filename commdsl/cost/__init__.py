@@ -4,6 +4,7 @@ demand        contracts -> values, who contributes to them and who wants them
 graph         a machine -> what can flow between its ranks
 flows         both -> the strongest cut, or the time of the best flows
 bounds        a contract -> the least time that any schedule needs for it
+waits         what steps move -> the longest chain of moves that wait for each other
 report        a schedule -> steps, bytes over links, time
 timeline      a schedule -> a table, a row per step
 profile       time stamps of a call -> computation, communication, what of it is exposed

@@ -1,8 +1,8 @@
 """Turns a contract into the least time any schedule needs for it on a topology: a latency bound and a bandwidth bound.
 
-Assumes resolved contracts. The bounds hold for the model of `cost`: a step lasts the longest latency plus the busiest
-port or pair in it. Data may be cut as finely as one likes and combined on any rank, but not in a switch. Does not
-look at the schedule.
+Assumes resolved contracts. The bounds hold for the model of `cost`: what goes over a link takes its latency, and no
+port or pair carries more than its rate. Data may be cut as finely as one likes and combined on any rank, but not in a
+switch. Does not look at the schedule.
 
 A value that ranks S contribute to and ranks D want takes at least |S| + |D| - 2 transfers between ranks, one more if
 S and D are disjoint: |S| - 1 until the first rank has all of it, then one into each other rank that wants it. With

@@ -1,15 +1,17 @@
 """Turns a schedule into what it costs on its topology: steps, bytes over links and ports, time, and the least there
 could be.
 
-Assumes a schedule that `checks` accepts. The model is alpha-beta, step by step: a step lasts the longest latency of a
-link it uses plus the time of its busiest port or pair; copies on a rank are free. The emitted kernel overlaps
-dependent steps tile by tile, so a big tensor can do better than the latency terms say. Does not measure anything.
+Assumes a schedule that `checks` accepts. The model is alpha-beta: a step by itself lasts the longest latency of a link
+it uses plus the time of its busiest port or pair, and the schedule as long as the longest chain of moves that wait for
+each other (`waits`). The emitted kernel overlaps dependent moves tile by tile, so a big tensor can do better. Does not
+measure anything: on H200s kernels take 2 to 5 us more, as they start and signal, and links carry 0.8 of their rate
+(`tests/test_waits.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +21,7 @@ from commdsl.checks.locations import Located, LocatedStep
 from commdsl.checks.size_classes import ClassedMoves, classes_of_moves, split
 from commdsl.checks.topology import link_table
 from commdsl.cost.bounds import Limit, limit
+from commdsl.cost.waits import Moved, groups, longest_chain
 from commdsl.ir.classes import classes, units
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic, Label, Severity
@@ -68,7 +71,7 @@ class ClassLoad:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """One step that crosses links: its time is latency + seconds_per_byte * block_bytes."""
+    """One step that crosses links: by itself it takes latency + seconds_per_byte * block_bytes."""
 
     index: int
     bindings: tuple[tuple[str, int], ...]
@@ -103,19 +106,13 @@ class Report:
     busiest_port: PortLoad | None
     busiest_pair: PairLoad | None
     steps: tuple[StepCost, ...] = field(repr=False)
+    latency: float  # of the longest chain of moves that wait for each other, as the next
+    seconds_per_byte: float
     pair_source: NDArray[np.int32] = field(repr=False)  # every pair that carries anything
     pair_dest: NDArray[np.int32] = field(repr=False)
     pair_blocks: NDArray[np.float64] = field(repr=False)
     limit: Limit
     same_bits: bool  # wherever the contract wants one reduction on several ranks, they get the same bits
-
-    @property
-    def latency(self) -> float:
-        return sum(step.latency for step in self.steps)
-
-    @property
-    def seconds_per_byte(self) -> float:
-        return sum(step.seconds_per_byte for step in self.steps)
 
     def seconds_for(self, block_bytes: int) -> float:
         return self.latency + self.seconds_per_byte * block_bytes
@@ -156,14 +153,15 @@ def _ratio(value: float, least: float) -> float:
 def report(schedule: Schedule, block_bytes: int = DEFAULT_BLOCK_BYTES) -> Report:
     """The cost for blocks of `block_bytes`: for an all-reduce the tensor, for an all-gather one rank's part of it."""
     located = Located(schedule)
-    loads = _loads(located)
+    links = link_table(schedule.topology, schedule.num_ranks).ravel()
+    loads = _loads(located, links)
     names = {contract.name: None for contract in schedule.contracts}
     pair_key, pair_blocks = _sum_by_key(
-        np.concatenate([load.pair for load in loads] or [np.zeros(0, np.int64)]),
-        np.concatenate([load.blocks for load in loads] or [np.zeros(0)]),
+        np.concatenate([load.moved.pair for load in loads] or [np.zeros(0, np.int64)]),
+        np.concatenate([load.moved.blocks for load in loads] or [np.zeros(0)]),
     )
-    links = link_table(schedule.topology, schedule.num_ranks).ravel()
-    steps = tuple(_step_cost(schedule, links, load) for load in loads if len(load.pair))
+    steps = tuple(_step_costs(schedule, links, loads))
+    latency, seconds_per_byte = longest_chain(located, {load.index: load.moved for load in loads})
     whole = pair_key, pair_blocks, links[pair_key]
     return Report(
         schedule=schedule.name,
@@ -181,6 +179,8 @@ def report(schedule: Schedule, block_bytes: int = DEFAULT_BLOCK_BYTES) -> Report
         busiest_port=_busiest_port(schedule, *whole)[0] if len(pair_key) else None,
         busiest_pair=_busiest_pair(schedule, *whole)[0] if len(pair_key) else None,
         steps=steps,
+        latency=latency,
+        seconds_per_byte=seconds_per_byte,
         pair_source=(pair_key // schedule.num_ranks).astype(np.int32),
         pair_dest=(pair_key % schedule.num_ranks).astype(np.int32),
         pair_blocks=pair_blocks,
@@ -191,48 +191,50 @@ def report(schedule: Schedule, block_bytes: int = DEFAULT_BLOCK_BYTES) -> Report
 
 @dataclass(frozen=True, eq=False)
 class _Load:
-    """What one step moves: the pair (source * num_ranks + destination) and the size in blocks of each transfer."""
+    """What one step moves."""
 
     index: int
     step: LocatedStep
-    pair: NDArray[np.int64]
-    blocks: NDArray[np.float64]
+    moved: Moved
     num_copies: int
-    moved: tuple[tuple[int, float], ...]  # of each statement its source, and the blocks that cross links
+    by_source: tuple[tuple[int, float], ...]  # of each statement its source, and the blocks that cross links
 
 
-def _loads(located: Located) -> list[_Load]:
+def _loads(located: Located, links: NDArray[np.int32]) -> list[_Load]:
     """One for each step in which anything moves."""
     by_step: dict[int, list[ClassedMoves]] = {}
     for one in classes_of_moves(located):
         by_step.setdefault(one.step_index, []).append(one)
-    return [_load(located, index, moves) for index, moves in by_step.items()]
+    return [_load(located, links, index, moves) for index, moves in by_step.items()]
 
 
-def _load(located: Located, index: int, statements: list[ClassedMoves]) -> _Load:
-    num_ranks, per_rank = located.schedule.num_ranks, located.chunks_per_rank
-    pairs: list[NDArray[np.int64]] = []
-    blocks: list[NDArray[np.float64]] = []
-    num_copies = 0
-    moved: list[tuple[int, float]] = []
-    for one in statements:
-        sources, dest = one.located.sources, one.located.dest[:, None]
-        source_rank, dest_rank = sources // per_rank, dest // per_rank
-        valid = sources != located.nowhere
-        crosses = valid & (source_rank != dest_rank)
-        num_copies += int(np.count_nonzero(valid)) - int(np.count_nonzero(crosses))
-        pairs.append((source_rank * num_ranks + dest_rank)[crosses])
-        size = 1.0 / split(located, one.moved)[1]
-        blocks.append(np.broadcast_to(size[:, None], sources.shape)[crosses])
-        moved.append((one.located.moves.source_buffer, float(blocks[-1].sum())))
-    return _Load(index, statements[0].step, np.concatenate(pairs), np.concatenate(blocks), num_copies, tuple(moved))
+def _load(located: Located, links: NDArray[np.int32], index: int, statements: list[ClassedMoves]) -> _Load:
+    each = [_moved(located, links, one) for one in statements]
+    columns = zip(*((one.reads, one.writes, one.crosses, one.pair, one.link, one.blocks) for one in each), strict=True)
+    moved = each[0] if len(each) == 1 else Moved(*map(np.concatenate, columns))
+    copies = sum(int(np.count_nonzero(~one.crosses)) for one in each)
+    by_source = tuple(
+        (one.located.moves.source_buffer, float(its.blocks.sum())) for one, its in zip(statements, each, strict=True)
+    )
+    return _Load(index, statements[0].step, moved, copies, by_source)
+
+
+def _moved(located: Located, links: NDArray[np.int32], one: ClassedMoves) -> Moved:
+    sources = one.located.sources
+    valid = sources != located.nowhere
+    reads, writes = sources[valid], np.broadcast_to(one.located.dest[:, None], sources.shape)[valid]
+    source_rank, dest_rank = reads // located.chunks_per_rank, writes // located.chunks_per_rank
+    crosses = source_rank != dest_rank
+    pair = (source_rank * located.schedule.num_ranks + dest_rank)[crosses]
+    size = np.broadcast_to(1.0 / split(located, one.moved)[1][:, None], sources.shape)[valid][crosses]
+    return Moved(reads, writes, crosses, pair, links[pair], size)
 
 
 def _by_class(schedule: Schedule, loads: list[_Load]) -> Iterator[ClassLoad]:
     """Of each class that crosses links, in the order of their first buffers."""
     group, known = classes(schedule), units(schedule)
     totals: dict[int, float] = {}
-    for buffer, blocks in (one for load in loads for one in load.moved):
+    for buffer, blocks in (one for load in loads for one in load.by_source):
         totals[group[buffer]] = totals.get(group[buffer], 0.0) + blocks
     for number in sorted(number for number, blocks in totals.items() if blocks):
         names = tuple(buffer.name for at, buffer in enumerate(schedule.buffers) if group[at] == number)
@@ -244,12 +246,27 @@ def _sum_by_key(keys: NDArray[np.int64], amounts: NDArray[np.float64]) -> tuple[
     if len(keys) > keys.max(initial=0):  # more than there are numbers: counted, not sorted
         distinct = np.flatnonzero(np.bincount(keys))
         return distinct, np.bincount(keys, amounts)[distinct].astype(np.float64)
-    distinct, inverse = np.unique(keys, return_inverse=True)
-    return distinct, np.bincount(inverse.ravel(), amounts, minlength=len(distinct)).astype(np.float64)
+    order, starts = groups(keys)
+    return keys[order[starts]], np.add.reduceat(amounts[order], starts)
+
+
+def _step_costs(schedule: Schedule, links: NDArray[np.int32], loads: list[_Load]) -> Iterator[StepCost]:
+    """Of the steps that cross links. One that moves as much between the same ranks as that before it costs the same."""
+    before: tuple[Moved, StepCost] | None = None
+    for load in loads:
+        moved, of = load.moved, load.step.step
+        if not len(moved.pair):
+            continue
+        if before and moved.is_like(before[0]):
+            cost = replace(before[1], index=load.index, bindings=of.bindings, line=of.span.position[0])
+        else:
+            cost = _step_cost(schedule, links, load)
+        before = moved, cost
+        yield cost
 
 
 def _step_cost(schedule: Schedule, links: NDArray[np.int32], load: _Load) -> StepCost:
-    pair, blocks = _sum_by_key(load.pair, load.blocks)
+    pair, blocks = _sum_by_key(load.moved.pair, load.moved.blocks)
     link = links[pair]
     port, port_seconds = _busiest_port(schedule, pair, blocks, link)
     busiest, pair_seconds = _busiest_pair(schedule, pair, blocks, link)
@@ -257,7 +274,7 @@ def _step_cost(schedule: Schedule, links: NDArray[np.int32], load: _Load) -> Ste
         index=load.index,
         bindings=load.step.step.bindings,
         line=load.step.step.span.position[0],
-        transfers=len(load.pair),
+        transfers=len(load.moved.pair),
         blocks=float(blocks.sum()),
         port=port,
         pair=busiest,
