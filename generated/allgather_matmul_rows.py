@@ -8,7 +8,7 @@ from typing import Any
 
 SOURCE = {  # the text that was proved, and what it uses
     'allgather_matmul_rows.comm': """\
-# As allgather_matmul, and the rows of all ranks are a result, too: a gradient of the weights is made of them.
+# As allgather_matmul, and the rows of all ranks are a result, too: a gradient of the weights is made of them. A product copies what it reads.
 schedule allgather_matmul_rows(C = 1) for P ranks where P >= 2 and C >= 1 {
   input x[C blocks]                            # this rank's rows, in C pieces
   input w                                      # this rank's weights, a row for each column of c
@@ -20,6 +20,7 @@ schedule allgather_matmul_rows(C = 1) for P ranks where P >= 2 and C >= 1 {
 
   for i in 0 ..< C {
     each r { compute matmul(x[i], w -> c[r, i]) }
+    each r { put x[i] -> g[r, i] }
   }
   for s in 1 ..< P {
     for i in 0 ..< C {
@@ -28,11 +29,8 @@ schedule allgather_matmul_rows(C = 1) for P ranks where P >= 2 and C >= 1 {
         let q = (r - s) % P
         compute matmul(a[q, i], w -> c[q, i])
       }
+      each r { put a[(r - s) % P, i] -> g[(r - s) % P, i] }
     }
-  }
-  each r { put x -> g[r] }
-  for s in 1 ..< P {
-    each r { put a[(r + s) % P] -> g[(r + s) % P] }
   }
   tune { protocol engine   landing place }
 }

@@ -27,8 +27,24 @@ FORMS = {
     "256 rows": (P(0, 0, 0, residual=True), Tiling(80, 1, 2, rows=256)),
     "gated, with time stamps": (P(0, 0, 0, bias=True, gated=True), Tiling(128, 2)),
     "by columns, to float32": (P(0, 0, 0, "float16", "float32", a_deep=False, b_deep=False), Tiling(128, 1, 2)),
+    "copies, clusters of rows": (P(0, 0, 0, copies=True, turns=3), Tiling(80, 2, 4)),
+    "copies, clusters of the depth": (P(0, 0, 0, b_deep=False, copies=True, turns=2), Tiling(128, 1, split=2)),
 }
 """Of any size. With several turns it is beside what moves, else alone on its GPU."""
+
+COPIES = {
+    "copies, one block": (P(0, 0, 0, copies=True, turns=4), Tiling(64, 1, 4)),
+    "copies, clusters, by columns": (
+        P(0, 0, 0, "float16", "float16", b_deep=False, copies=True, turns=2),
+        Tiling(128, 2, 4),
+    ),
+    "copies, four share the depth": (P(0, 0, 0, copies=True, turns=2), Tiling(96, 1, split=4)),
+    "copies, 256 rows": (P(0, 0, 0, copies=True, turns=2), Tiling(160, 1, 2, rows=256)),
+    "copies, float8": (P(0, 0, 0, FLOAT8, copies=True, turns=2), Tiling(96, 2, 2)),
+    "copies, to float32": (P(0, 0, 0, "float16", "float32", copies=True, turns=2), Tiling(192, 1)),
+    "copies, with time stamps": (P(0, 0, 0, gated=True, copies=True, turns=2), Tiling(128, 2, 2)),
+}
+"""More ways to keep the rows."""
 
 WORKERS = range(1, 6)
 FACTORS = 2
@@ -40,7 +56,7 @@ class Case:
 
     def __init__(self, form: str, seed: int) -> None:
         self.dice = random.Random(f"{form} {seed}")
-        shape, self.tiling = FORMS[form]
+        shape, self.tiling = (FORMS | COPIES)[form]
         high, wide = self.tiling.rows * self.tiling.cluster, self.tiling.columns // (2 if shape.gated else 1)
         self.product = replace(
             shape,
@@ -58,7 +74,8 @@ class Case:
             return Turn(count=int(self.product.residual))
         sources = tuple(self._source(number * self.product.sources + at) for at in range(self.product.sources))
         count = self.dice.randrange(3) if self.product.residual else 0
-        return Turn(sources, (self.dice.randrange(2), number), 2 * number, count, self._word(), number)
+        copied = self.dice.choice((-1, self.product.turns - 1 - number)) if self.product.copies else -1
+        return Turn(sources, (self.dice.randrange(2), number), 2 * number, count, self._word(), number, copied)
 
     def _source(self, matrix: int) -> Source:
         there = self._word()
@@ -100,6 +117,7 @@ class Tensors:
         self.words = torch.zeros(case.words, dtype=torch.int64)
         self.rows, self.added = [nothing(self.x), nothing(self.x)], nothing(self.sums)
         self.made = [nothing(self.sums[: product.turns]) for _ in range(2)]
+        self.kept = nothing(self.x)
         self.sent = nothing(self.made[0])  # what goes on as soon as a turn's tiles are counted
 
     def _whole(self, count: int, rows: int, columns: int, dtype: torch.dtype, *, deep: bool = True) -> torch.Tensor:
@@ -121,14 +139,19 @@ class Tensors:
             stamps.data_ptr(),
             tuple(one.data_ptr() for one in self.scales),
         )
-        w, sums = Matrices.of(self.w), Matrices.of(self.added)
+        w, sums, kept = (Matrices.of(one) for one in (self.w, self.added, self.kept))
         rows, made = ([Matrices.of(one) for one in both] for both in (self.rows, self.made))
-        kernel(kernel.prepare(rows, w, made, sums, beside))
+        kernel(kernel.prepare(rows, w, made, sums, beside, kept))
+        kept_now = nothing(self.x)
         for number, turn in enumerate(turns):
             tensor, matrix = turn.result
             torch.testing.assert_close(self.made[tensor][matrix], self._wanted(turn), **self._tolerance())
+            if turn.copied >= 0:
+                kept_now[turn.copied] = self.x[turn.sources[0].rows[1]]
             if turn.stored >= 0:
                 assert torch.equal(self.sent[number], self.made[tensor][matrix])
+        if product.copies:
+            assert torch.equal(self.kept.view(torch.uint8), kept_now.view(torch.uint8)), "rows that are kept"
         begin, ready, end, _ = stamps.t()
         assert bool(((begin <= ready) & (ready <= end)).all())
         assert int((end > begin).sum()) >= (stores(product, self.case.tiling) // 2 if product.gated else 0)
@@ -193,6 +216,13 @@ def test_products_are_those_of_float64(hopper: FakeHopper, form: str, turns: Cal
     run_cases(hopper, form, turns(24))
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("form", COPIES)
+def test_rows_are_copied_once(hopper: FakeHopper, form: str, turns: Callable[..., int]) -> None:
+    """The machine stores no box twice, and rows of no turn stay as they were."""
+    run_cases(hopper, form, turns(24))
+
+
 def run_cases(hopper: FakeHopper, form: str, count: int) -> None:
     for seed in range(count):
         Case(form, seed).run(hopper)
@@ -222,6 +252,24 @@ FAULTS = {
         "",
         "clusters of the depth",
         "not equal|is not fenced",
+    ),
+    "a stage is given back while it is copied": (
+        "if constexpr (Shape::kCopies) await_copies<1>();",
+        "",
+        "copies, clusters of rows",
+        "rows that are kept",
+    ),
+    "rows are copied of every tile": (
+        "thread == copier() && piece.column == 0",
+        "thread == copier()",
+        "copies, clusters of rows",
+        "a box is stored twice",
+    ),
+    "who copies tells another block that a stage is empty": (
+        "return Shape::kCluster == 1 ? 0 : block_of_cluster();",
+        "return 0;",
+        "copies, clusters of rows",
+        "rows that are kept",
     ),
     "a block ends before the others of its cluster": (
         "if (Shape::kBlocks > 1) cluster_barrier<Shape::kBlocks>();  // what",

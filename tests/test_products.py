@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import replace
 from itertools import product as pairs
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,7 +104,8 @@ def test_parts(name: str, ranks: int, pieces: int) -> None:
 
     def matmul(rank: int, handed: Any) -> Any:
         rows, factor, *sums = handed
-        return [(rows.reshape(-1, 4) @ factor.reshape(3, 4).T).ravel() + sum(sums)]
+        made = (rows.reshape(-1, 4) @ factor.reshape(3, 4).T).ravel() + sum(sums)
+        return [made, rows] if name == WITH_ROWS else [made]
 
     after = interpret.run(stopped.schedule, inputs, BY_NAME["float32"], "sum", {MATMUL: matmul}).outputs
     cut = {part.of for part in stopped.parts}
@@ -249,6 +251,57 @@ def test_turns_of_sums() -> None:
             assert [one.factor for one in others] == [(rank - d) % ranks for d in (1, 2)]
             assert [one.rows[0] for one in others] == [1, 1]
             assert [one.there for one in others] == [2 * piece, 2 * piece + 1]  # launches
+
+
+def test_products_copy_what_they_read() -> None:
+    """Rows of all ranks are a result without a launch of their own: of each product the kernel is told where its rows
+    go, beside what it makes of them, and torch copies them.
+    """
+    ranks, pieces = 3, 2
+    made = commdsl.load(WITH_ROWS, params={"C": pieces}, ranks=ranks).program(ranks)
+    assert made.visits is not None
+    assert len(launches(made.visits.plan)) == (ranks - 1) * pieces
+    for rank in range(ranks):
+        turns = list(fused.turns_of(made.visits.plan, Cut(made.signature, made.visits, rank).places))
+        order = [(rank - s) % ranks for s in range(ranks)]  # its own come first
+        assert [turn.copied for turn in turns] == [pieces * of + piece for of in order for piece in range(pieces)]
+        assert [turn.copied for turn in turns] == [turn.result[1] for turn in turns]
+    rows, copy, out = torch.randn(4, 8), torch.empty(4, 8), torch.empty(4, 3)
+    multiply(0, rows, torch.randn(3, 8), out=(out, copy))
+    assert torch.equal(rows, copy)
+
+
+SENT_ON = """
+schedule sent_on for P ranks where P >= 2 {
+  input x
+  input w
+  scratch a[P blocks]
+  output c[P blocks]
+  output g[P blocks]
+  ensure each r, q { c[q] == x @ q }
+  ensure allgather(x -> g)
+
+  each r { compute matmul(x, w -> c[r]) }
+  each r { put x -> g[r] }
+  for s in 1 ..< P {
+    each r { put g[(r - s + 1) % P] -> a[(r - s + 1) % P] @ (r + 1) % P }
+    each r { compute matmul(a[(r - s) % P], w -> c[(r - s) % P]) }
+    each r { put a[(r - s) % P] -> g[(r - s) % P] }
+  }
+  tune { protocol engine   landing place }
+}
+"""
+
+
+def test_copies_that_are_sent_on_are_not_of_the_kernel(tmp_path: Path) -> None:
+    """A word tells of the tiles of a turn, and not of the rows that are copied beside: nobody could wait for these."""
+    (tmp_path / "sent_on.comm").write_text(SENT_ON, "utf-8")
+    for schedule, are_left in ((tmp_path / "sent_on.comm", False), (WITH_ROWS, True)):
+        made = commdsl.load(str(schedule), ranks=3).program(3)
+        assert made.visits is not None
+        products = [one for one in visits(made.visits.plan) if isinstance(one, Visit)]
+        assert [len(one.writes) for one in products] == [2, 2, 2]  # each copies
+        assert fused.are_copies_left(made.visits.plan) == are_left
 
 
 def test_rounded_once() -> None:

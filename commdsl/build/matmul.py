@@ -35,7 +35,7 @@ _SHARED = 227 * 1024
 _PIECE = np.dtype([("tile", "<u2", 2), ("depth", "<u2", 2), ("slot", "<i4"), ("parts", "<i2"), ("turn", "<u2")])
 _TAKEN, _NO_TURN = 2, 0xFFFF
 _SOURCE = struct.Struct("<3Hh")
-_TURN = struct.Struct("<5H2h2x")
+_TURN = struct.Struct("<5H3h")
 _ARGUMENTS = struct.Struct("<11Q4IQ16x")
 _ENOUGH = 4  # stages: what is read comes in time
 _LEAST = 4  # stages of a part: what it costs to add two parts up takes as long
@@ -110,7 +110,7 @@ class Product:
     the sum of as many as there are `sources`, which share the depth. A lies as [rows, depth] where it is `a_deep`, else
     as [depth, rows]; B as [columns, depth] where it is `b_deep`. On the float32 sum: bias, then an activation, then the
     residual. Gated, B has twice the columns, and silu(first half) * second half is what comes of them. Of float8 the
-    sum is multiplied with two scales first.
+    sum is multiplied with two scales first. It `copies` A, too.
     """
 
     rows: int
@@ -124,11 +124,14 @@ class Product:
     gelu: bool = False
     gated: bool = False
     residual: bool = False
+    copies: bool = False
     turns: int = 1
     sources: int = 1
 
     def __post_init__(self) -> None:
         assert self.dtype != FLOAT8 or (self.a_deep and self.b_deep), "float8 is multiplied where it is deep"
+        is_plain = self.a_deep and not self.residual and self.sources == 1
+        assert not self.copies or is_plain, "rows are copied as they lie, of one source, and nothing is added"
 
     def defines(self) -> tuple[str, ...]:
         return f"COMMDSL_DTYPE={self.dtype}", f"COMMDSL_RESULT={self.result}"
@@ -180,6 +183,7 @@ def emitted(product: Product, tiling: Tiling, *, is_stamped: bool = False) -> Em
         product.gelu,
         product.gated,
         product.residual,
+        product.copies,
     )
 
 
@@ -196,6 +200,7 @@ _FIELDS = (
     "gelu",
     "gated",
     "adds",
+    "copies",
 )
 
 
@@ -317,7 +322,7 @@ class Source:
 class Turn:
     """One of the products of a launch, or a sum of several; `result` as rows are. `count` matrices of the sums, from
     `first` on, are added. Words of the call, -1 for none: the one that says that they are there, and the one in which
-    stored tiles are counted, `stores` in all.
+    stored tiles are counted, `stores` in all. `copied`: the matrix that the rows are copied to, -1 for none.
     """
 
     sources: tuple[Source, ...] = (Source(),)
@@ -326,6 +331,7 @@ class Turn:
     count: int = 0
     sums_there: int = -1
     stored: int = -1
+    copied: int = -1
 
 
 def packed_turns(turns: Sequence[Turn]) -> tuple[bytes, bytes]:
@@ -333,7 +339,7 @@ def packed_turns(turns: Sequence[Turn]) -> tuple[bytes, bytes]:
     sources = [source for turn in turns for source in turn.sources]
     firsts = accumulate((len(turn.sources) for turn in turns), initial=0)
     return b"".join(
-        _TURN.pack(first, *turn.result, turn.first, turn.count, turn.sums_there, turn.stored)
+        _TURN.pack(first, *turn.result, turn.first, turn.count, turn.sums_there, turn.stored, turn.copied)
         for first, turn in zip(firsts, turns, strict=False)
     ), b"".join(_SOURCE.pack(*one.rows, one.factor, one.there) for one in sources)
 
@@ -349,7 +355,8 @@ def packed(
 ) -> bytes:
     """The kernel's one argument: two maps of A, one of B, two of C and one of sums, the addresses of pieces, claims,
     turns, sources, words, bias, partials, flags and two scales, how long a block waits for what others do, the size of
-    C, how much there is to take, the stages of a source, and the address of time stamps.
+    C, how much there is to take, the stages of a source, the address of time stamps, and the last map, of copies of A.
     """
     sizes = product.rows, product.columns, entries, product.source_stages
-    return b"".join(maps) + _ARGUMENTS.pack(*addresses, timeout_ns, *sizes, stamps)
+    *first, copied = maps
+    return b"".join(first) + _ARGUMENTS.pack(*addresses, timeout_ns, *sizes, stamps) + copied

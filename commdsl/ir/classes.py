@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from commdsl.ir.functions import ROWWISE, Extent
-from commdsl.ir.schedules import Buffer, Schedule, Statement
+from commdsl.ir.schedules import Buffer, Schedule, Statement, Yield
 from commdsl.language.kinds import GIVEN, MoveKind
 from commdsl.language.records import dataclass
 from commdsl.machine.dtypes import BY_NAME, DType
@@ -123,6 +123,10 @@ def _joined(schedule: Schedule, apart: frozenset[Pair]) -> Joined:
     for moves in joining(schedule):
         if (moves.source_buffer, moves.dest_buffer) not in apart:
             joined.join(moves.source_buffer, moves.dest_buffer)
+    for step in schedule.steps:
+        if isinstance(step, Yield) and step.is_product:
+            for copy in step.writes[1:]:
+                joined.join(step.reads[0], copy)
     for rows, applied in ((one.source_buffer, one.applied) for one in schedule.rowwise):
         assert applied is not None
         for buffer, extent in zip(applied.given, ROWWISE[applied.function].given, strict=True):

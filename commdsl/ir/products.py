@@ -5,8 +5,9 @@ schedule without products as it is.
 
 What a product reads and writes are single chunks, another one on each rank. So that one may be computed while another
 travels, each becomes a buffer of its own, a *part*: the chunk that one product has, on every rank. What is added to
-what a product made, on the same rank and before anything else happens, is added within it, in float32. A product that
-is added to what is there reads that, too.
+what a product made, on the same rank and before anything else happens, is added within it, in float32; and where its
+rows are copied then, on the same rank, it is what copies them: it has read them. A product that is added to what is
+there reads that, too.
 """
 
 from __future__ import annotations
@@ -45,11 +46,17 @@ class Stopping:
 
 @dataclass(frozen=True, eq=False)
 class _Product:
-    """A step that multiplies, and the steps behind it that add to what it made."""
+    """A step that multiplies, the steps behind it that add to what it made, and one that copies its rows."""
 
     statement: Statement
     bindings: tuple[tuple[str, int], ...]
-    sums: tuple[Statement, ...]
+    sums: tuple[Statement, ...] = ()
+    copy: Statement | None = None
+
+    @property
+    def writes(self) -> tuple[Statement, ...]:
+        """Whose destinations."""
+        return (self.statement,) if self.copy is None else (self.statement, self.copy)
 
 
 def stopping(schedule: Schedule) -> Stopping:
@@ -61,9 +68,9 @@ def stopping(schedule: Schedule) -> Stopping:
     made: list[AnyStep] = []
     for step in steps:
         match step:
-            case _Product(statement, bindings, sums):
-                writes = (parts.dest(statement),)
-                added = (*(writes if statement.accumulate else ()), *map(parts.source, sums))
+            case _Product(statement, bindings, sums) as product:
+                writes = tuple(map(parts.dest, product.writes))
+                added = (*(writes[:1] if statement.accumulate else ()), *map(parts.source, sums))
                 reads = (parts.source(statement), parts.factor(statement), *added)
                 made.append(Yield(reads, bindings, statement.span, writes, MATMUL, is_product=True))
             case Step():
@@ -85,18 +92,21 @@ def added(schedule: Schedule) -> frozenset[tuple[int, int]]:
 
 
 def _grouped(schedule: Schedule) -> Iterator[AnyStep | _Product]:
-    """The steps; a product with the sums behind it."""
+    """The steps; a product with the sums behind it, or the copy."""
     now: _Product | None = None
     for step in schedule.steps:
         one = step.moves[0] if isinstance(step, Step) and len(step.moves) == 1 else None
         if now is not None and one is not None and _adds(now.statement, one):
             now = replace(now, sums=(*now.sums, one))
             continue
+        if now is not None and one is not None and _copies(now, one):
+            now = replace(now, copy=one)
+            continue
         if now is not None:
             yield now
         now = None
         if one is not None and one.factor is not None:
-            now = _Product(one, step.bindings, ())
+            now = _Product(one, step.bindings)
         else:
             yield step
     if now is not None:
@@ -116,6 +126,23 @@ def _adds(product: Statement, one: Statement) -> bool:
     )
 
 
+def _copies(product: _Product, one: Statement) -> bool:
+    """Whether a statement copies what the product multiplied, on every rank, and is the first to. A product that is
+    added to what is there copies nothing.
+    """
+    of = product.statement
+    return (
+        one.kind is MoveKind.PUT
+        and product.writes == (of,)
+        and not of.accumulate
+        and not product.sums
+        and one.source_buffer == of.source_buffer
+        and np.array_equal(one.source_rank, of.source_rank)
+        and np.array_equal(one.source_chunk, of.source_chunk)
+        and np.array_equal(one.dest_rank, of.dest_rank)
+    )
+
+
 class _Parts:
     """Which chunks are which part, and the buffers there are then (private to this pass)."""
 
@@ -132,7 +159,8 @@ class _Parts:
                 if schedule.buffers[factor].num_chunks > 1:
                     self._take(step.statement, factor, _factor_chunk(step.statement))
                 self._take(step.statement, step.statement.source_buffer, step.statement.source_chunk[:, 0])
-                self._take(step.statement, step.statement.dest_buffer, step.statement.dest_chunk)
+                for one in step.writes:
+                    self._take(one, one.dest_buffer, one.dest_chunk)
                 for one in step.sums:
                     self._take(one, one.source_buffer, one.source_chunk[:, 0])
         moves = [one for step in steps if isinstance(step, Step) for one in step.moves]

@@ -155,7 +155,7 @@ class Yield:
     """The caller computes here, on every rank: `name` None: it is handed one whole buffer, and nothing changes.
 
     Otherwise its function of that name reads and writes whole buffers. What it writes is its own: nobody here knows it.
-    `is_product`: the function is ours, `matmul`; it reads a matrix, the factor, and sums that it adds in their order.
+    `is_product`: ours, `matmul`; it reads a matrix, the factor and sums, added in order, and may write the matrix, too.
     """
 
     reads: tuple[int, ...]  # buffers

@@ -8,6 +8,7 @@ product ends before the next one begins. The kernel leaves SMs to what moves: a 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -69,8 +70,10 @@ def fits(plan: Plan, places: Places, rows: torch.Tensor, factor: torch.Tensor, r
         return False
     if not _have_turns(plan):
         return False
-    sources, sums, results = _groups(_products(plan), places)
+    sources, sums, results, copies = _groups(_products(plan), places)
     if len(sources) > 2 or len(sums) > 1 or len(results) > 2 or result not in (_ADDED if sums else _MADE):
+        return False
+    if copies and (len(copies) > 1 or sums or not is_deep(rows) or not are_copies_left(plan)):
         return False
     sides = (rows.shape[1] * rows.itemsize, factor.shape[0] * result.itemsize)
     return rows.numel() > 0 and factor.numel() > 0 and all(side % ALIGNMENT == 0 for side in sides)
@@ -93,7 +96,8 @@ class Fused:
         size = rows.shape[0], factor.shape[0], rows.shape[1] * sources[0]
         self._turns = turns
         self._turn_of = tuple(number for number, count in enumerate(sources) for _ in range(count))
-        self._product = Product(*size, *types, residual=adds, turns=len(turns), sources=sources[0])
+        copies = bool(self._groups[-1])
+        self._product = Product(*size, *types, residual=adds, copies=copies, turns=len(turns), sources=sources[0])
         self._arriving = sum(source.there >= 0 for turn in turns for source in turn.sources) * rows.nbytes
         self._is_stamped = plan.stamped
         self._kernels: dict[tuple[bool, bool], Matmul] = {}
@@ -116,7 +120,7 @@ class Fused:
         written = 0 if stamps is None else stamps.take(self._layout(kernel)).data_ptr()
         launch = self._prepared(kernel, held, words.data_ptr(), written, tuple(one.data_ptr() for one in scales))
 
-        def multiply(number: int, *_: torch.Tensor, out: torch.Tensor) -> None:
+        def multiply(number: int, *_: torch.Tensor, out: object) -> None:
             if number == 0:
                 kernel(launch)
 
@@ -152,10 +156,11 @@ class Fused:
             for kept, one in zip(self._touched, given, strict=True):
                 group, at = _place(self._places, kept)
                 found.setdefault(group, {})[at] = one
-            sources, sums, results = ([matrices(found[name]) for name in names] for names in self._groups)
+            sources, sums, results, copies = ([matrices(found[name]) for name in names] for names in self._groups)
             factor = matrices(found[_place(self._places, self._products[0].reads[1])[0]])
             beside = Addresses(0, words, stamps, scales or NOWHERE.scales)
-            launch = kernel.prepare(sources, factor, results, sums[0] if sums else None, beside)
+            added, copied = (next(iter(one), None) for one in (sums, copies))
+            launch = kernel.prepare(sources, factor, results, added, beside, copied)
             if len(self._known) >= MAX_KEPT:
                 self._known.clear()
             self._known[key] = launch
@@ -242,24 +247,32 @@ def _have_turns(plan: Plan) -> bool:
     )
 
 
+def are_copies_left(plan: Plan) -> bool:
+    """Whether nothing else touches what products copy: no word says that it is there before the kernel ends."""
+    products = _products(plan)
+    touching = [{*one.reads, *one.writes} for one in products] + [{*one.reads, *one.writes} for one in launches(plan)]
+    touched = Counter(kept for one in touching for kept in one)
+    return all(touched[kept] == 1 for one in products for kept in one.writes[1:])
+
+
 def _place(places: Places, kept: Kept) -> tuple[str, int]:
     """Of what has no parts: it is one matrix by itself."""
     return places.get(kept.name, (kept.name, 0))
 
 
-def _groups(products: Sequence[Visit], places: Places) -> tuple[list[str], list[str], list[str]]:
-    """Where rows lie, what is added, and results."""
+def _groups(products: Sequence[Visit], places: Places) -> tuple[list[str], ...]:
+    """Where rows lie, what is added, results, and copies of rows."""
     rows = [one.reads[0] for one in products]
     sums = [kept for one in products for kept in _sums(one)]
     results = [one.writes[0] for one in products]
-    first, second, third = ([*dict.fromkeys(places[kept.name][0] for kept in one)] for one in (rows, sums, results))
-    return first, second, third
+    copies = [kept for one in products for kept in one.writes[1:]]
+    return tuple([*dict.fromkeys(places[kept.name][0] for kept in one)] for one in (rows, sums, results, copies))
 
 
 def turns_of(plan: Plan, places: Places) -> Iterator[Turn]:
     """Every turn, with the words that stand for what the Plan has its products wait for, and for what waits for it."""
     products, beside = _products(plan), launches(plan)
-    sources, _, results = _groups(products, places)
+    sources, _, results, _ = _groups(products, places)
     awaited = sorted({one.after - 1 for one in visits(plan) if one.after})
     told = max((launch.after for launch in beside), default=0)
     made = 0
@@ -280,6 +293,7 @@ def turns_of(plan: Plan, places: Places) -> Iterator[Turn]:
             len(sums),
             _word(added, awaited),
             len(beside) + number if made <= told else -1,
+            max((places[kept.name][1] for kept in turn[0].writes[1:]), default=-1),
         )
 
 

@@ -150,10 +150,11 @@ class Matmul:
         c: Sequence[Matrices],
         sums: Matrices | None = None,
         at: Addresses = NOWHERE,
+        copied: Matrices | None = None,
     ) -> Launch:
-        """The launch that writes C to `c`, with `sums` added. Of several turns A and C are one or two of what turns
-        name, and B has the matrices that they do. Raises TensorError where a row of a matrix begins elsewhere than TMA
-        can.
+        """The launch that writes C to `c`, with `sums` added, and A to `copied`. Of several turns A and C are one or
+        two of what turns name, and B has the matrices that they do. Raises TensorError where a row of a matrix begins
+        elsewhere than TMA can.
         """
         rows, half = self.tiling.rows, self.tiling.columns // 2
         line = self.tiling.line(self.product)
@@ -162,6 +163,7 @@ class Matmul:
             tensor_map(b, half if self.product.b_deep else _PANEL),
             *(tensor_map(one, _PANEL, line) for one in (c[0], c[-1])),
             tensor_map(c[0] if sums is None else sums, _PANEL, line),
+            tensor_map(c[0] if copied is None else copied, _PANEL),
         )
         tables = [one.data_ptr() for one in (self._pieces, self._claims, self._turns, self._sources)]
         addresses = (*tables, at.words, at.bias, self._partials.data_ptr(), self._flags.data_ptr(), *at.scales)

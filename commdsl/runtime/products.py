@@ -136,7 +136,7 @@ class Multiplying:
         products = [phase for phase in self._plan.phases if isinstance(phase, Visit)]
         rooms = [stamps.take(alone(task(one))) for one in products]
 
-        def timed(number: int, *given: torch.Tensor, out: torch.Tensor) -> None:
+        def timed(number: int, *given: torch.Tensor, out: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
             begin = time.monotonic_ns()
             function(number, *given, out=out)
             rooms[number][0] = torch.tensor((begin, begin, time.monotonic_ns(), 0))
@@ -205,7 +205,7 @@ class Cut:
 
 def _results(visits: Visits, given: Sequence[torch.Tensor]) -> set[torch.dtype]:
     """Of what products make, and what is added to it."""
-    found = {kept for one in _products(visits) for kept in (*one.reads[2:], *one.writes)}
+    found = {kept for one in _products(visits) for kept in (*one.reads[2:], one.writes[0])}
     return {tensors.dtype_of(visits.signature, _port(kept), given) for kept in found}
 
 
@@ -241,10 +241,15 @@ def multiply(
     rows: torch.Tensor,
     factor: torch.Tensor,
     *sums: torch.Tensor,
-    out: torch.Tensor,
+    out: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     scales: Sequence[torch.Tensor] = (),
 ) -> None:
-    """rows x factor transposed, and the sums added to it in their order: in float32 or wider, rounded once."""
+    """rows x factor transposed, and the sums added to it in their order: in float32 or wider, rounded once. To the
+    first of two, and the rows to the second.
+    """
+    if isinstance(out, tuple):
+        out, copy = out
+        copy.copy_(rows)
     if not sums and rows.dtype == out.dtype:
         torch.mm(rows, factor.t(), out=out)
         return

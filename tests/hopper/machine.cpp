@@ -9,9 +9,11 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include <array>
 #include <functional>
 #include <list>
 #include <map>
+#include <set>
 #include <vector>
 
 #include "commdsl/types.cuh"
@@ -110,6 +112,7 @@ std::list<Cluster> clusters;
 std::list<Thread> threads;
 std::list<Arrival> arrivals;
 std::list<Departure> departures;
+std::set<std::array<u64, 4>> stored;  // boxes: of which tensor, and where in it
 Thread* own;
 ucontext_t scheduler;
 const void* arguments;
@@ -503,6 +506,7 @@ void tensor_load(u32 to, const TensorMap& map, u32 inner, u32 outer, u32 matrix,
 }
 void tensor_store(const TensorMap& map, u32 inner, u32 outer, u32 matrix, u32 from) {
   const i32 at[3] = {static_cast<i32>(inner), static_cast<i32>(outer), static_cast<i32>(matrix)};
+  if (!stored.insert({map.address, inner, outer, matrix}).second) fail("a box is stored twice, at %u %u of matrix %u", inner, outer, matrix);
   departures.push_back({own, own->block, own->groups, from, map, {at[0], at[1], at[2]}, false, {}});
 }
 
@@ -547,7 +551,7 @@ void __trap() { commdsl::fail("what it waits for does not come in time"); }
 extern "C" const char* hopper_run(const void* given, unsigned blocks, unsigned count, unsigned cluster, unsigned bytes, unsigned most,
                                   unsigned long long seed, const void* beside, unsigned number) {
   using namespace commdsl;
-  clusters.clear(), threads.clear(), arrivals.clear(), departures.clear();
+  clusters.clear(), threads.clear(), arrivals.clear(), departures.clear(), stored.clear();
   own = nullptr, arguments = given, shared_size = bytes, threads_a_block = count;
   drawn = seed * 2 + 0x9e3779b97f4a7c15, rounds = 0, failure[0] = 0;
   gridDim.x = blocks;

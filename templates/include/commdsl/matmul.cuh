@@ -13,6 +13,9 @@
 // what moves beside, and that others may wait for. A turn's words say so: a launch beside is over, so many tiles of a turn are stored. Or a
 // turn is a sum of products, *sources*: the depth of its tiles is that of one behind that of the other, and each is waited for by itself.
 //
+// Who has a tile of the first column may copy its rows, too, from the stages in which they are: each multiplier its own, by TMA, and it
+// releases a stage when that has been read.
+//
 // Or a cluster makes a tile together: each of its kSplit blocks has a share of the depth, leaves its sums in the others' stages when
 // all have multiplied, and stores the columns that are its own.
 //
@@ -80,10 +83,10 @@ struct alignas(8) MatmulSource {
 };
 
 // Those from `source` on, to matrix `result_at` of those at `result`; `count` matrices from `first` on are added. The words to wait for
-// before anything is added, and to count stored tiles in; -1: none.
+// before anything is added, and to count stored tiles in, and the matrix that the rows are copied to; -1: none.
 struct alignas(16) MatmulTurn {
   u16 source, result, result_at, first, count;
-  i16 sums_there, stored;
+  i16 sums_there, stored, copied_at;
 };
 
 struct alignas(64) MatmulArgs {
@@ -99,6 +102,7 @@ struct alignas(64) MatmulArgs {
 #ifdef COMMDSL_STAMPS
   u64 stamps;            // intervals
 #endif
+  TensorMap copied;      // what rows are copied to
 };
 
 template <class Plan>
@@ -120,6 +124,7 @@ struct MatmulShape : Plan {
   static_assert(kHalf % 8 == 0 && kStored >= 16, "eight lines are swizzled together, and one panel is stored");
   static_assert(Plan::kSplit == 1 || (Plan::kCluster == 1 && kHigh == 1 && !Plan::kGated), "blocks share a tile in one way");
   static_assert(kStored % 8 == 0, "a thread stores pairs of columns");
+  static_assert(!Plan::kCopies || (Plan::kADeep && !Plan::kAdds), "rows are copied as they lie, and with nothing else in the stages");
   static_assert(Plan::kBDeep || kHalf % 64 == 0, "a panel has 64 rows of B side by side");
 
   // Columns of C go through shared memory in panels of a line. The last one ends where the tile does: where tiles are not so many
@@ -374,8 +379,17 @@ COMMDSL_FN u64 operand(u32 at) {
 template <bool deep>
 constexpr u64 kNextPart = deep ? kPart / 16 : 2 * 1024 / 16;  // from what one instruction multiplies to the next
 
+// The matrix that a tile's rows are copied to, -1 for none, and where in it.
+template <bool copies>
+struct Copied {};
+template <>
+struct Copied<true> {
+  i32 copied_at = -1;
+  u32 copied_row, copied_depth;
+};
+
 template <class Shape>
-struct Multiplier : Worker<Shape> {
+struct Multiplier : Worker<Shape>, Copied<Shape::kCopies> {
   using Result = typename Shape::Result;
   const u32 number = threadIdx.x / kWarpgroup - 1, thread = threadIdx.x % kWarpgroup;
   u32 stores = 0, tiles = 0;  // `tiles`: stored, and not told of
@@ -405,6 +419,10 @@ struct Multiplier : Worker<Shape> {
     const MatmulTurn turn = this->turn(piece.turn);
     Stamps stamps(this->args, interval(taken, at), 0, threadIdx.x == kWarpgroup);  // of one of two that work side by side
     stamps.begin();
+    if constexpr (Shape::kCopies) {
+      this->copied_at = thread == copier() && piece.column == 0 ? turn.copied_at : -1;
+      this->copied_row = this->row(piece) + number * Shape::kHigh * 64, this->copied_depth = this->first(piece) * Shape::kDepth;
+    }
     multiply(this->last(piece) - this->first(piece), stamps);
     if constexpr (Shape::kSplit > 1) gather(pieces++ % 2);
     if (piece.parts < 0) {
@@ -450,9 +468,13 @@ struct Multiplier : Worker<Shape> {
     for (u32 step = 0; step < steps; ++step) {
       begin_stage(sum, step > 0);
       await_products<1>();
-      if (step > 0) release(this->fill - 2);
+      if (step > 0) {
+        if constexpr (Shape::kCopies) await_copies<1>();
+        release(this->fill - 2);
+      }
     }
     await_products<0>();
+    if constexpr (Shape::kCopies) await_copies<0>();
     release(this->fill - 1);
     settle(sum);
   }
@@ -467,6 +489,7 @@ struct Multiplier : Worker<Shape> {
       begin_stage(some, false);
       await_products<0>();
       settle(some);
+      if constexpr (Shape::kCopies) await_copies<0>();
       release(this->fill - 1);
 #pragma unroll
       for (u32 i = 0; i < Shape::kSums; ++i) sum[0][i] += some[0][i];
@@ -488,7 +511,29 @@ struct Multiplier : Worker<Shape> {
       a += kNextPart<Shape::kADeep>, b += kNextPart<Shape::kBDeep>;
     }
     commit_products();
+    if constexpr (Shape::kCopies) copy(stage);
     ++this->fill;
+  }
+
+  // Who tells the loader of its own block that a stage is empty.
+  COMMDSL_FN static u32 copier() { return Shape::kCluster == 1 ? 0 : block_of_cluster(); }
+
+  // Of the thread's own bulk stores these are the last.
+  COMMDSL_FN void copy(u32 stage) {
+    if (this->copied_at < 0) return;
+#pragma unroll
+    for (u32 high = 0; high < Shape::kHigh; ++high) {
+      const u32 from = stage + (number * Shape::kHigh + high) * kPanelBytes;
+      tensor_store(this->args.copied, this->copied_depth, this->copied_row + high * 64, this->copied_at, from);
+    }
+    commit_group();
+    this->copied_depth += Shape::kDepth;
+  }
+
+  // Those of all stages that were begun, but so many.
+  template <u32 left>
+  COMMDSL_FN void await_copies() const {
+    if (this->copied_at >= 0) await_reads<left>();
   }
 
   COMMDSL_FN void release(u32 fill) const {
