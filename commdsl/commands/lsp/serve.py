@@ -6,11 +6,11 @@ Assumes the extra `lsp`, or says that it is missing. Does not know the protocol.
 from __future__ import annotations
 
 import os
-import sys
 
 from commdsl.commands.arguments import UsageError, target
 from commdsl.commands.output import Exit
 
+STDOUT = 1
 UNLESS_SAID = "2..8"
 """Ranks: a schedule is checked for those of them that it is for."""
 
@@ -24,6 +24,6 @@ def lsp(ranks: str | None, on: str | None) -> Exit:
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is not here: pip install 'commdsl[lsp]'") from error
     ranks = UNLESS_SAID if ranks is None and on is None else ranks
-    with open(os.dup(sys.stdout.fileno()), "wb") as out:  # pygls closes what it writes to
+    with open(os.dup(STDOUT), "wb") as out:  # pygls closes what it writes to
         answering(Server(target(ranks, on, ()))).start_io(stdout=out)
     return Exit.FINE
