@@ -40,23 +40,18 @@ def keep_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 
 def gather_back(ctx: Any, gradient: Tensor) -> Gradients:
-    x, w = ctx.saved_tensors
-    of_x = of_w = None
-    if w is not None:
-        of_x = torch.ops.commdsl_overlap.matmul_reduce_scatter(gradient, w.t(), ctx.group_name)
-    if x is not None:
-        of_w = _of_weights(gradient, _all_rows(x, ctx.group_name))
-    return of_x, of_w
+    return _brought_back(ctx, gradient, "matmul_reduce_scatter", _all_rows)
 
 
 def return_back(ctx: Any, gradient: Tensor) -> Gradients:
+    return _brought_back(ctx, gradient, "matmul_all_to_all", _all_columns)
+
+
+def _brought_back(ctx: Any, gradient: Tensor, operator: str, brought: Callable[[Tensor, str], Tensor]) -> Gradients:
+    """Of an operator that multiplies what `brought` makes of x; `operator` multiplies on the way back."""
     x, w = ctx.saved_tensors
-    of_x = of_w = None
-    if w is not None:
-        of_x = torch.ops.commdsl_overlap.matmul_all_to_all(gradient, w.t(), ctx.group_name)
-    if x is not None:
-        of_w = _of_weights(gradient, _all_columns(x, ctx.group_name))
-    return of_x, of_w
+    of_x = None if w is None else _called(operator, gradient, w.t(), ctx.group_name)
+    return of_x, None if x is None else _of_weights(gradient, brought(x, ctx.group_name))
 
 
 def rows_back(ctx: Any, gradient: Tensor | None, of_rows: Tensor | None) -> Gradients:
@@ -82,7 +77,7 @@ def _with_rows_back(
     (gradient, of_rows), (rows, w) = of_results, kept
     of_x = of_w = None
     if gradient is not None and w is not None:
-        of_x = getattr(torch.ops.commdsl_overlap, operator)(gradient, w.t(), ctx.group_name)
+        of_x = _called(operator, gradient, w.t(), ctx.group_name)
     if gradient is not None and rows is not None:
         of_w = _of_weights(gradient, rows)
     if of_rows is not None and ctx.needs_input_grad[0]:
@@ -92,37 +87,47 @@ def _with_rows_back(
 
 
 def scatter_back(ctx: Any, gradient: Tensor) -> Gradients:
-    """The gradients of all ranks are gathered once: w has them from what x needs them for."""
-    x, w = ctx.saved_tensors
-    if w is None:
-        return None, _of_weights(_all_rows(gradient, ctx.group_name), x)
-    if x is None:
-        return torch.ops.commdsl_overlap.all_gather_matmul(gradient, w.t(), ctx.group_name), None
-    of_x, rows = torch.ops.commdsl_overlap.all_gather_matmul_rows(gradient, w.t(), ctx.group_name)
-    return of_x, _of_weights(rows, x)
-
-
-def reduce_back(ctx: Any, gradient: Tensor) -> Gradients:
-    x, w = ctx.saved_tensors
-    of_x = None if w is None else torch.ops.commdsl_overlap.replicated_matmul(gradient, w.t(), ctx.group_name)
-    return of_x, None if x is None else _of_weights(gradient, x)
+    return _sent_back(ctx, gradient, "all_gather_matmul", _all_rows, lambda rows: rows)
 
 
 def exchange_back(ctx: Any, gradient: Tensor) -> Gradients:
-    """The gradient of all columns comes back once, for both."""
+    def rows_of(columns: Tensor) -> Tensor:
+        return side_by_side(columns, menu.size(ctx.group_name))
+
+    return _sent_back(ctx, gradient, "all_to_all_matmul", _all_columns, rows_of)
+
+
+def _sent_back(
+    ctx: Any,
+    gradient: Tensor,
+    operator: str,
+    brought: Callable[[Tensor, str], Tensor],
+    rows_of: Callable[[Tensor], Tensor],
+) -> Gradients:
+    """The gradients of all ranks come once: w has them from what x needs them for, as `rows_of` makes them of it."""
     x, w = ctx.saved_tensors
     if w is None:
-        return None, _of_weights(_all_columns(gradient, ctx.group_name), x)
+        return None, _of_weights(brought(gradient, ctx.group_name), x)
     if x is None:
-        return torch.ops.commdsl_overlap.all_to_all_matmul(gradient, w.t(), ctx.group_name), None
-    of_x, columns = torch.ops.commdsl_overlap.all_to_all_matmul_rows(gradient, w.t(), ctx.group_name)
-    return of_x, _of_weights(side_by_side(columns, menu.size(ctx.group_name)), x)
+        return _called(operator, gradient, w.t(), ctx.group_name), None
+    of_x, there = _called(f"{operator}_rows", gradient, w.t(), ctx.group_name)
+    return of_x, _of_weights(rows_of(there), x)
+
+
+def reduce_back(ctx: Any, gradient: Tensor) -> Gradients:
+    return _brought_back(ctx, gradient, "replicated_matmul", _as_it_is)
 
 
 def replicated_back(ctx: Any, gradient: Tensor) -> Gradients:
-    x, w = ctx.saved_tensors
-    of_x = None if w is None else torch.ops.commdsl_overlap.matmul_all_reduce(gradient, w.t(), ctx.group_name)
-    return of_x, None if x is None else _of_weights(gradient, x)
+    return _brought_back(ctx, gradient, "matmul_all_reduce", _as_it_is)
+
+
+def _called(operator: str, *tensors: Any) -> Any:
+    return getattr(torch.ops.commdsl_overlap, operator)(*tensors)
+
+
+def _as_it_is(x: Tensor, group_name: str) -> Tensor:
+    return x
 
 
 def _all_rows(x: Tensor, group_name: str) -> Tensor:
