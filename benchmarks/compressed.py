@@ -25,9 +25,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import compressed_report
-from benchmarks.cases import parse_sizes
 from benchmarks.compressed_report import FLOAT8, NCCL, OURS, Case, Row
-from benchmarks.contests import Contests, parsed, parser_of
+from benchmarks.contests import Contests, parsed, sized_parser
 from benchmarks.report import Kind
 
 SCHEDULES = {"all_reduce": "allreduce_float8", "all_gather": "allgather_float8"}
@@ -127,12 +126,7 @@ def run(options: argparse.Namespace, output: Contests) -> int:
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = parser_of(__doc__, batches=15, seconds=40.0)
-    add = parser.add_argument
-    add("--collectives", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
-    add("--sizes", type=parse_sizes, default=parse_sizes("64K,1M,4M,16M,64M,256M"))
-    add("--tunes", nargs="+", default=[], metavar="LANES:THREADS:TILE:SMS")
-    return parsed(parser, arguments)
+    return parsed(sized_parser(__doc__, SCHEDULES, "LANES:THREADS:TILE:SMS"), arguments)
 
 
 def main() -> None:

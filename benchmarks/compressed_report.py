@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from benchmarks.cases import size_name
-from benchmarks.report import TIMES, Contest, Result, number
+from benchmarks.report import TIMES, Contest, Result, SizedCase, number
 
 NCCL, OURS, FLOAT8 = "NCCL", "commdsl", "commdsl float8"
 MOST_OF_OURS = 0.65
@@ -17,30 +16,11 @@ COLUMNS = ("collective", "bytes", "ranks", "calls", "contender", "kind", *TIMES,
 
 
 @dataclass(frozen=True)
-class Case:
-    """bfloat16, so many bytes of it on the larger side of one rank."""
-
-    collective: str
-    nbytes: int
-    ranks: int
-
-    @property
-    def calls(self) -> int:
-        """In a CUDA graph."""
-        return 24 if self.nbytes < 1 << 24 else 8
-
-    @property
-    def name(self) -> str:
-        return f"{self.collective} {size_name(self.nbytes)}"
-
+class Case(SizedCase):
     @property
     def numel(self) -> int:
         """Of what a rank gives."""
         return self.nbytes // 2 // (1 if self.collective == "all_reduce" else self.ranks)
-
-    @property
-    def sent_bytes(self) -> int:
-        return self.nbytes
 
 
 @dataclass
@@ -53,8 +33,7 @@ class Row(Contest):
 
     def over(self, name: str) -> float | None:
         """Of ours in float8."""
-        ours, other = self.time_of(FLOAT8), self.time_of(name)
-        return ours / other if ours and other else None
+        return self.ratio(FLOAT8, name)
 
 
 def overview(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks import record
+from benchmarks.cases import parse_sizes
 from benchmarks.ending import Ending
 from benchmarks.report import NO_TIME, Kind, Result, grid
 
@@ -27,6 +28,16 @@ def parser_of(doc: str | None, *, batches: int, seconds: float) -> argparse.Argu
     add("--time-budget", type=float, default=seconds, help="seconds after which no row is begun")
     add("--dry-run", action="store_true", help="on processors: checks, and times nothing")
     record.add_options(parser)
+    return parser
+
+
+def sized_parser(doc: str | None, collectives: Collection[str], tune: str) -> argparse.ArgumentParser:
+    """Of contests of these collectives by size; `tune`: what a tune is written as."""
+    parser = parser_of(doc, batches=15, seconds=40.0)
+    add = parser.add_argument
+    add("--collectives", nargs="+", choices=collectives, default=list(collectives))
+    add("--sizes", type=parse_sizes, default=parse_sizes("64K,1M,4M,16M,64M,256M"))
+    add("--tunes", nargs="+", default=[], metavar=tune)
     return parser
 
 

@@ -118,6 +118,28 @@ class Result:
         return self.timing is None and not refused and self.status != NO_TIME
 
 
+@dataclass(frozen=True)
+class SizedCase:
+    """A collective of bfloat16, so many bytes of it on the larger side of one rank."""
+
+    collective: str
+    nbytes: int
+    ranks: int
+
+    @property
+    def calls(self) -> int:
+        """In a CUDA graph."""
+        return 24 if self.nbytes < 1 << 24 else 8
+
+    @property
+    def name(self) -> str:
+        return f"{self.collective} {size_name(self.nbytes)}"
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.nbytes
+
+
 class Contest:
     """What was measured side by side."""
 
@@ -129,6 +151,11 @@ class Contest:
     def time_of(self, name: str) -> float | None:
         found = self.of(name)
         return found.timing.median if found and found.timing else None
+
+    def ratio(self, name: str, other: str) -> float | None:
+        """Of the times of two contenders."""
+        one, over = self.time_of(name), self.time_of(other)
+        return one / over if one and over else None
 
     def best(self, kind: Kind) -> Result | None:
         """The fastest of a kind among those that gave the right result."""

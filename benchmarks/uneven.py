@@ -26,8 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import uneven_report
-from benchmarks.cases import parse_sizes
-from benchmarks.contests import Contests, parsed, parser_of
+from benchmarks.contests import Contests, parsed, sized_parser
 from benchmarks.report import Kind
 from benchmarks.uneven_report import NCCL, OURS, ROW_BYTES, Case, Row
 
@@ -144,12 +143,7 @@ def run(options: argparse.Namespace, output: Contests) -> int:
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = parser_of(__doc__, batches=15, seconds=40.0)
-    add = parser.add_argument
-    add("--collectives", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
-    add("--sizes", type=parse_sizes, default=parse_sizes("64K,1M,4M,16M,64M,256M"))
-    add("--tunes", nargs="+", default=[], metavar="PROTOCOL:LANES:THREADS:TILE")
-    return parsed(parser, arguments)
+    return parsed(sized_parser(__doc__, SCHEDULES, "PROTOCOL:LANES:THREADS:TILE"), arguments)
 
 
 def main() -> None:

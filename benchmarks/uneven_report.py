@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from benchmarks.cases import size_name
-from benchmarks.report import TIMES, Contest, Result, number
+from benchmarks.report import TIMES, Contest, Result, SizedCase, number
 
 NCCL, OURS = "NCCL", "commdsl"
 SMALL = 16 << 20
@@ -20,21 +19,8 @@ ROW_BYTES = 128
 
 
 @dataclass(frozen=True)
-class Case:
-    """So many bytes on the larger side of a rank: odd ranks have, or get, three times what even ones do."""
-
-    collective: str
-    nbytes: int
-    ranks: int
-
-    @property
-    def calls(self) -> int:
-        """In a CUDA graph."""
-        return 24 if self.nbytes < 1 << 24 else 8
-
-    @property
-    def name(self) -> str:
-        return f"{self.collective} {size_name(self.nbytes)}"
+class Case(SizedCase):
+    """Odd ranks have, or get, three times what even ones do."""
 
     @property
     def lengths(self) -> list[int]:
@@ -43,10 +29,6 @@ class Case:
         rows = self.nbytes // ROW_BYTES
         found = [rows * weight // sum(weights) for weight in weights]
         return [*found[:-1], rows - sum(found[:-1])]
-
-    @property
-    def sent_bytes(self) -> int:
-        return self.nbytes
 
 
 @dataclass
@@ -58,8 +40,7 @@ class Row(Contest):
 
     @property
     def over(self) -> float | None:
-        ours, other = self.time_of(OURS), self.time_of(NCCL)
-        return ours / other if ours and other else None
+        return self.ratio(OURS, NCCL)
 
 
 def overview(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:

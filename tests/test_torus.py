@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flag_mutants import MUTATIONS, PER_WAIT
 from plans import changed
+from test_calls import TREES
 
 from commdsl import compiler
 from commdsl.compiler import CheckedSchedule
@@ -88,19 +89,6 @@ ONE_RING = """schedule one_ring for P ranks {
   inout x[P]
   ensure allreduce(x)
   do allreduce_ring(x)
-}
-"""
-
-TREES = """schedule allreduce_trees(G = 8) for P ranks where P % G == 0 {
-  inout x[G]
-  ensure allreduce(x)
-  group node = ranks in runs of G
-  group rail = ranks by stride G
-
-  each r do reducescatter_direct(x -> x[r % G]) over node
-  each r do reduce_tree(x[r % G]) over rail
-  each r do broadcast_tree(x[r % G]) over rail
-  each r do allgather_direct(x[r % G] -> x) over node
 }
 """
 
