@@ -62,14 +62,13 @@ HOPPER = ("H100", "H200")
 
 @dataclass(frozen=True)
 class Operator:
-    """The schedule of an operator of `PRODUCTS`; whether what travels are the rows that are multiplied, not what is
-    made of them; and the pieces to choose from. A rank is called with its own rows, or with `all_rows`, and with the
-    weights of its own columns, or of `all_columns`, and of the depth that its rows have, or of that of `all_depths`.
+    """The schedule of an operator of `PRODUCTS`, and whether what travels are the rows that are multiplied, not what is
+    made of them. A rank is called with its own rows, or with `all_rows`, and with the weights of its own columns, or of
+    `all_columns`, and of the depth that its rows have, or of that of `all_depths`.
     """
 
     schedule: str
     gathers: bool
-    pieces: tuple[int, ...] = PIECES
     all_rows: bool = True
     all_columns: bool = False
     all_depths: bool = False
@@ -78,11 +77,10 @@ class Operator:
 _OPERATORS = (
     Operator("allgather_matmul", True, all_rows=False),
     Operator("matmul_reducescatter", False),
-    Operator("matmul_allreduce", False, PIECES[:2]),
+    Operator("matmul_allreduce", False),
     Operator("matmul_alltoall", False, all_rows=False, all_columns=True),
     Operator("alltoall_matmul", True, all_depths=True),
 )
-"""An all-reduce has two waits a piece: in four it took 1.4 to 1.8 times as long as in two, at all of nine shapes."""
 
 OPERATORS = dict(zip(PRODUCTS, _OPERATORS, strict=True))
 
@@ -207,7 +205,7 @@ def makers(device: str) -> tuple[Maker, ...]:
 def candidates(operator: str, device: str) -> Iterator[Candidate]:
     """Everything there is to choose from, what is simpler first."""
     schedule = OPERATORS[operator].schedule
-    for maker, pieces in pairs(makers(device), OPERATORS[operator].pieces):
+    for maker, pieces in pairs(makers(device), PIECES):
         yield Candidate(schedule, (("C", pieces),), maker.tune)
     yield Candidate(SEQUENCE)
 
