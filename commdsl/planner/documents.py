@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from commdsl.ir.plans import DispatchPlan
-from commdsl.ir.routes import Longs, Sharing, totals
+from commdsl.ir.routes import NOWHERE, Longs, Sharing, totals
 from commdsl.machine.topology import Floats, Topology, Ways
 from commdsl.planner.balance import Widths
 from commdsl.planner.flows import Flow, flows
@@ -90,7 +90,7 @@ class State:
             np.float64
         )
         self.queries = totals(home.rank, home.length, home.num_ranks).astype(np.float64)
-        self.sent: list[tuple[Longs, Floats, Floats, Longs]] = []  # part, low, high, dest
+        self.sent: list[tuple[Longs, Floats, Floats, int]] = []  # part, low, high, dest
         self.homes: dict[int, list[tuple[int, int]]] = {}  # of a document in several parts: begin, rank
         self.reach: dict[tuple[int, int], int] = {}  # keys of a shared document on a rank, rows
         self.visits: dict[tuple[int, int], int] = {}  # as `reach`, for what has come from elsewhere alone
@@ -134,7 +134,7 @@ class State:
         while left > ENOUGH * mean * self.goal.tolerance:
             stock = self.stocks[flow.source]
             looked_at = stock.largest(most, self.mask)
-            some = stock.at(looked_at)
+            some = stock if len(looked_at) == len(stock.part) else stock.at(looked_at)
             wanted = self.demand(flow, some, left, mean * (1 + self.goal.tolerance))
             offered = offers(some, wanted, self.mask, self.goal.widths, self.goal.shortest)
             chosen = self.choose(flow.dest, some, offered, left)
@@ -153,11 +153,12 @@ class State:
         for index in stock.shared.nonzero()[0].tolist():
             document = int(self.home.document[stock.part[index]])
             has[index] = self.reach.get((document, flow.dest), 0)
-            last = keys(self.mask, stock.high[index], stock.length[index])
-            may[index] = all(
-                self.ways.linked[rank, flow.dest] for begin, rank in self.homes.get(document, ()) if begin < last
-            )
-        may &= bool(self.ways.linked[flow.source, flow.dest])
+            homes = self.homes.get(document)
+            if homes is not None:
+                last = keys(self.mask, stock.high[index], stock.length[index])
+                may[index] = all(self.ways.linked[rank, flow.dest] for begin, rank in homes if begin < last)
+        if not self.ways.linked[flow.source, flow.dest]:
+            may[:] = False
         slack = max(most - float(self.load[flow.dest]) - left, 0.0)
         return Demand(left, slack, self.query_room(flow.dest), self.key_room(flow.dest), has, may)
 
@@ -171,9 +172,9 @@ class State:
 
     def choose(self, dest: int, stock: Stock, offered: Offers, left: float) -> Longs:
         """The best offer, and with a document as a whole those after it, as long as they are so and fit together."""
-        if offered.value.max(initial=0.0) <= 0:
+        best = int(offered.value.argmax()) if len(stock.part) else NOWHERE
+        if best == NOWHERE or offered.value[best] <= 0:
             return np.empty(0, np.int64)
-        best = int(offered.value.argmax())
         is_whole = (offered.low == stock.low) & (offered.high == stock.high)
         if not is_whole[best]:
             return np.array([best])
@@ -189,33 +190,32 @@ class State:
     def send(self, source: int, dest: int, chosen: Longs, offered: Offers) -> None:
         """What is offered of the chosen runs leaves the source for its destination."""
         stock, document = self.stocks[source], self.home.document
-        part, low, high = stock.part[chosen], offered.low, offered.high
-        need, whole_need = (
-            keys(self.mask, high, stock.length[chosen]),
-            keys(self.mask, stock.high, stock.length)[chosen],
-        )
-        self.sent.append((part, low, high, np.full(len(part), dest)))
-        amount, rows = float(offered.work.sum()), float((high - low).sum())
+        part, low, high, length = stock.part[chosen], offered.low, offered.high, stock.length[chosen]
+        need = keys(self.mask, high, length).tolist()
+        whole_need = keys(self.mask, stock.high[chosen], length).tolist()
+        self.sent.append((part, low, high, dest))
+        amount, rows = sum(offered.work.tolist()), sum((high - low).tolist())
         self.load[source], self.load[dest] = self.load[source] - amount, self.load[dest] + amount
         self.queries[source], self.queries[dest] = self.queries[source] - rows, self.queries[dest] + rows
         before = stock.shared[chosen].tolist()
         stock.take(chosen, low, high)
-        for index, was_shared in enumerate(before):
-            number = int(document[part[index]])
-            if not was_shared:
+        for index, number in enumerate(document[part].tolist()):
+            if not before[index]:
                 self.reach[number, source] = int(whole_need[index])
-            self._bring(number, dest, int(need[index]))
-            self.visits[number, dest] = max(self.visits.get((number, dest), 0), int(need[index]))
+            brought = int(need[index])
+            self._bring(number, dest, brought)
+            self.visits[number, dest] = max(self.visits.get((number, dest), 0), brought)
             self._leave(number, source)
 
     def _leave(self, number: int, source: int) -> None:
         """Keys of a document that nothing on its old rank needs any more go from the account."""
         stock = self.stocks[source]
-        shared = stock.shared.nonzero()[0]
-        mine = shared[self.home.document[stock.part[shared]] == number]
-        still = keys(self.mask, stock.high[mine], stock.length[mine]).max(initial=self.visits.get((number, source), 0))
+        mine = stock.shared.nonzero()[0]
+        mine = mine[self.home.document[stock.part[mine]] == number]
+        wanted = keys(self.mask, stock.high[mine], stock.length[mine]).tolist()
+        still = int(max(self.visits.get((number, source), 0), *wanted, 0))
         self.keys[source] -= self.reach[number, source] - still
-        self.reach[number, source] = int(still)
+        self.reach[number, source] = still
 
     # --- the outcome --------------------------------------------------------------------------------------------------
 
@@ -233,8 +233,8 @@ class State:
         """What was sent, what stays, and the parts of no tokens, which stay."""
         empty = (self.home.length == 0).nonzero()[0]
         begin = self.home.begin[empty].astype(np.float64)
-        stay = [(empty, begin, begin, self.home.rank[empty])]
-        for rank, stock in enumerate(self.stocks):
-            stay.append((stock.part, stock.low, stock.high, np.full(len(stock.part), rank)))
-        part, low, high, dest = (np.concatenate(columns) for columns in zip(*stay, *self.sent, strict=True))
-        return Cuts(part, low.astype(np.int64), high.astype(np.int64), dest)
+        stay = [(stock.part, stock.low, stock.high, rank) for rank, stock in enumerate(self.stocks)]
+        parts, lows, highs, dests = zip(*stay, *self.sent, strict=True)
+        dest = np.array(dests).repeat([*map(len, parts)])
+        low, high = (np.concatenate((begin, *ends)).astype(np.int64) for ends in (lows, highs))
+        return Cuts(np.concatenate((empty, *parts)), low, high, np.concatenate((self.home.rank[empty], dest)))

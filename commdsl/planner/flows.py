@@ -34,17 +34,17 @@ def flows(load: Floats, most: float, found: Ways) -> tuple[Flow, ...]:
         for source in np.argsort(-over, kind="stable").tolist():
             if over[source] <= 0:
                 break
-            near = found.distance[source] <= level
-            while over[source] > 0:
-                dest = int(np.where(near, room, 0.0).argmax())
-                amount = min(over[source], room[dest])
-                if not near[dest] or amount <= 0:
+            left, near = float(over[source]), np.where(found.distance[source] <= level, room, 0.0)
+            while left > 0:
+                dest = int(near.argmax())
+                amount = min(left, float(near[dest]))
+                if amount <= 0:
                     break
-                over[source] -= amount
-                room[dest] -= amount
-                way = found.way(source, dest)
-                for link in pairwise(way):
+                left -= amount
+                near[dest] = room[dest] = room[dest] - amount
+                for link in pairwise(found.way(source, dest)):
                     links[link] = links.get(link, 0.0) + amount
+            over[source] = left
     return _net(links, found)
 
 

@@ -72,7 +72,7 @@ def packing(num_ranks: int, rank: Longs, given: Longs, length: Longs, *, name_al
 def place(lengths: Sequence[Sequence[int]]) -> Packing:
     """The documents of each rank, as given. Raises PackingError for a negative length."""
     flat = np.array([length for mine in lengths for length in mine], np.int64)
-    rank = np.repeat(np.arange(len(lengths)), [len(mine) for mine in lengths]).astype(np.int64)
+    rank = np.arange(len(lengths)).repeat([len(mine) for mine in lengths])
     _refuse(flat, 0)
     return Packing(len(lengths), rank, np.arange(len(flat)), np.zeros_like(flat), flat, ("",) * len(flat))
 
@@ -101,7 +101,7 @@ def pack(lengths: Longs, topology: Topology, shortest: int, *, relay: bool = Fal
 
 
 def _refuse(lengths: Longs, least: int) -> None:
-    for index in np.flatnonzero(lengths < least)[:1].tolist():
+    for index in (lengths < least).nonzero()[0][:1].tolist():
         raise PackingError(f"document {index} has {lengths[index]} tokens, expected at least {least}")
 
 
