@@ -51,13 +51,14 @@ class Routed:
 
     def broken(self, routes: Routes, returning: Routes | None = None) -> dict[str, int]:
         """How many rows break each law of any routes."""
+        order = route_laws.landed(routes)
         found = {
             "out_of_bounds": route_laws.out_of_bounds(routes, self.shards),
             "not_its_shard": route_laws.not_its_shard(routes, self.shards),
             "nobody": route_laws.nobody(routes),
-            "not_tiling": route_laws.not_tiling(routes),
-            "not_placed": route_laws.not_placed(routes),
-            "not_returned": route_laws.not_returned(routes, returning or back(routes, self.shards), self.shards),
+            "not_tiling": route_laws.not_tiling(routes, order),
+            "not_placed": route_laws.not_placed(routes, order),
+            "not_returned": not_returned(routes, returning or back(routes, self.shards), self.shards),
         }
         return {name: len(offences) for name, offences in found.items() if len(offences)}
 
@@ -96,6 +97,10 @@ def test_routes_obey_every_law(mask: Mask, sharing: Sharing) -> None:
             assert len(route_laws.counts_differ(routes, routes.counts)) == 0
 
 
+def not_returned(routes: Routes, returning: Routes, shards: Shards) -> route_laws.Offences:
+    return route_laws.not_returned(routes, route_laws.landed(routes), returning, shards)
+
+
 def long_run(routes: Routes) -> int:
     """A run with rows, in the middle of the table."""
     real = np.flatnonzero(routes.length > 0)
@@ -129,7 +134,8 @@ def test_offences_say_where_and_what() -> None:
     made = Routed(2, Mask.CAUSAL, Sharing.QUERY)
     at = long_run(made.queries)
     right = int(made.queries.dest_row[at])
-    found = route_laws.not_tiling(replace(made.queries, dest_row=bumped(made.queries.dest_row, at, 1000)))
+    elsewhere = replace(made.queries, dest_row=bumped(made.queries.dest_row, at, 1000))
+    found = route_laws.not_tiling(elsewhere, route_laws.landed(elsewhere))
 
     assert at in found.row
     assert found.got[found.row == at].tolist() == [right + 1000]
@@ -156,7 +162,7 @@ def test_a_way_back_that_leads_elsewhere(field: str) -> None:
         home = back(routes, made.shards)
         wrong = replace(home, **{field: bumped(getattr(home, field), long_run(home))})
 
-        assert len(route_laws.not_returned(routes, wrong, made.shards)) > 0
+        assert len(not_returned(routes, wrong, made.shards)) > 0
 
 
 def test_a_way_back_that_loses_a_run() -> None:
@@ -167,7 +173,7 @@ def test_a_way_back_that_loses_a_run() -> None:
     for at in np.flatnonzero(home.length > 0):
         less = replace(home, **{name: np.delete(getattr(home, name), at) for name in names})
 
-        assert len(route_laws.not_returned(made.queries, less, made.shards)) > 0
+        assert len(not_returned(made.queries, less, made.shards)) > 0
 
 
 @pytest.mark.parametrize("sharing", Sharing)

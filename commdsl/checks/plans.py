@@ -25,7 +25,7 @@ MOST_NEEDS = 2**24
 def too_large(plan: DispatchPlan) -> Iterator[Diagnostic]:
     """C604: the tensor of a rank has a number of rows that 32 bits hold, and the pairs of shards fit in memory."""
     end = plan.shards.row + plan.shards.length
-    over = np.flatnonzero(end > MOST_ROWS)
+    over = (end > MOST_ROWS).nonzero()[0]
     if len(over):
         shard = int(over[0])
         yield Diagnostic(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from commdsl.ir.routes import (
+    FEW,
     NOWHERE,
     KeyStretches,
     Longs,
@@ -16,8 +17,6 @@ from commdsl.ir.routes import (
     Needs,
     Routes,
     Shards,
-    first_equal,
-    sorted_sum,
     stable_order,
     totals,
 )
@@ -36,6 +35,10 @@ class Offences:
         return len(self.row)
 
 
+NONE = Offences(*(np.empty(0, np.int64) for _ in range(3)))
+"""The law holds."""
+
+
 def out_of_bounds(routes: Routes, shards: Shards) -> Offences:
     """Runs that begin before the tensor of their rank, or end after it: expected is the nearest legal first row."""
     last = shards.rows[routes.source] - routes.length
@@ -47,6 +50,8 @@ def not_its_shard(routes: Routes, shards: Shards) -> Offences:
     rows = shards.row[routes.shard], shards.length[routes.shard]
     elsewhere = (rows[0] != routes.source_row) | (shards.rank[routes.shard] != routes.source)
     wrong = (elsewhere | (rows[1] != routes.length)).nonzero()[0]
+    if not len(wrong):
+        return NONE
     expected = np.where(elsewhere, *rows)[wrong]
     return Offences(wrong, expected, np.where(elsewhere, routes.source_row, routes.length)[wrong])
 
@@ -58,25 +63,34 @@ def nobody(routes: Routes) -> Offences:
 
 def in_order(rank: Longs, row: Longs, length: Longs) -> Longs:
     """The order in which runs lie on their ranks; a run without rows before the one that begins where it lies."""
+    if len(rank) < FEW:
+        return np.lexsort((length > 0, row, rank))
     order = np.argsort(2 * row + (length > 0), kind="stable")
     return order[stable_order(rank[order])]
 
 
-def not_tiling(routes: Routes) -> Offences:
-    """Runs that do not begin where the one before them on their destination ends: a gap or an overlap."""
-    order = in_order(routes.dest, routes.dest_row, routes.length)
-    expected = np.empty(routes.num, np.int64)
-    expected[order] = sorted_sum(routes.dest[order], routes.length[order])
-    return _differ(expected, routes.dest_row)
+def landed(routes: Routes) -> Longs:
+    """The order in which runs lie on their destinations, as `in_order`; those at one row as they are numbered."""
+    return np.lexsort((routes.place, routes.length > 0, routes.dest_row, routes.dest))
 
 
-def not_placed(routes: Routes) -> Offences:
+def not_tiling(routes: Routes, order: Longs) -> Offences:
+    """Runs, `landed` in that order, that do not begin where the one before them on their destination ends: a gap or an
+    overlap.
+    """
+    return _differ(_following(order, routes.dest, routes.dest_row + routes.length), routes.dest_row)
+
+
+def not_placed(routes: Routes, order: Longs) -> Offences:
     """Runs whose number among those that arrive at their destination is not their place by first row."""
-    order = np.lexsort((routes.place, routes.length > 0, routes.dest_row, routes.dest))
-    dest = routes.dest[order]
-    expected = np.empty(routes.num, np.int64)
-    expected[order] = np.arange(routes.num) - first_equal(dest)
-    return _differ(expected, routes.place)
+    return _differ(_following(order, routes.dest, routes.place + 1), routes.place)
+
+
+def _following(order: Longs, group: Longs, end: Longs) -> Longs:
+    """Where each entry begins if it follows the one before it, in that order, of its group; the first begins at 0."""
+    names, found = group[order], np.zeros(len(order), np.int64)
+    found[order[1:]] = end[order[:-1]] * (names[1:] == names[:-1])
+    return found
 
 
 def counts_differ(routes: Routes, counts: Longs) -> Offences:
@@ -86,14 +100,14 @@ def counts_differ(routes: Routes, counts: Longs) -> Offences:
     return _differ(found, counts.reshape(-1))
 
 
-def not_returned(routes: Routes, returning: Routes, shards: Shards) -> Offences:
-    """Runs that the way back does not bring to where they came from, a whole tensor of the source per copy: rows of
-    `routes`. Expected is the first row there, got the row reached; NOWHERE if nothing, or another rank, comes back.
+def not_returned(routes: Routes, order: Longs, returning: Routes, shards: Shards) -> Offences:
+    """Runs, `landed` in that order, that the way back does not bring to where they came from, a whole tensor of the
+    source per copy: rows of `routes`. Expected is the first row there, got the row reached; NOWHERE if nothing, or
+    another rank, comes back.
     """
     real = routes.length > 0
-    there, home = real.nonzero()[0], (returning.length > 0).nonzero()[0]
-    there = there[in_order(routes.dest[there], routes.dest_row[there], routes.length[there])]
-    home = home[in_order(returning.source[home], returning.source_row[home], returning.length[home])]
+    there, home = order[real[order]], in_order(returning.source, returning.source_row, returning.length)
+    home = home[returning.length[home] > 0]
     both = min(len(there), len(home))
     a, b = there[:both], home[:both]
     same = (
@@ -111,10 +125,7 @@ def not_returned(routes: Routes, returning: Routes, shards: Shards) -> Offences:
 
 def wrong_context(length: Longs, document: Longs, position: Longs, context: Longs) -> Offences:
     """Shards whose context is not the rows of their document before them."""
-    order = np.lexsort((position, document))
-    expected = np.empty(len(order), np.int64)
-    expected[order] = sorted_sum(document[order], length[order])
-    return _differ(expected, context)
+    return _differ(_following(np.lexsort((position, document)), document, context + length), context)
 
 
 def wrong_stretch(
@@ -157,14 +168,15 @@ def missing_keys(keys: Routes, pairs: Needs, found: Asked) -> tuple[Longs, Offen
     destination and where another copy of it begins there (NOWHERE: there is none).
     """
     wrong = _not_among(found.wanted, found.sent)
+    if not len(wrong):
+        return wrong, NONE
     pair, dest = found.pair[wrong], found.dest[wrong]
     got = np.full(len(wrong), NOWHERE, np.int64)
-    if len(wrong):
-        near, others = _numbered((dest, pairs.key[pair]), (keys.dest, keys.shard))
-        known, first = np.unique(others, return_index=True)
-        at = np.searchsorted(known, near)
-        there = np.isin(near, known).nonzero()[0]
-        got[there] = keys.dest_row[first[at[there]]]
+    near, others = _numbered((dest, pairs.key[pair]), (keys.dest, keys.shard))
+    known, first = np.unique(others, return_index=True)
+    at = np.searchsorted(known, near)
+    there = np.isin(near, known).nonzero()[0]
+    got[there] = keys.dest_row[first[at[there]]]
     return pair, Offences(pairs.query[pair], found.row[wrong], got)
 
 
@@ -176,10 +188,10 @@ def unasked_keys(found: Asked) -> Longs:
 
 
 def _not_among(numbers: Longs, others: Longs) -> Longs:
-    """The entries, of small numbers, that are none of the others."""
-    known = np.zeros(1 + max(numbers.max(initial=0), others.max(initial=0)), np.bool_)
-    known[others] = True
-    return (~known[numbers]).nonzero()[0]
+    """The entries that are none of the others, of numbers that `_numbered` gave to both."""
+    new = np.ones(len(numbers) + len(others), np.bool_)
+    new[others] = False
+    return new[numbers].nonzero()[0]
 
 
 def _numbered(left: tuple[Longs, ...], right: tuple[Longs, ...]) -> tuple[Longs, Longs]:
@@ -197,4 +209,4 @@ def _numbered(left: tuple[Longs, ...], right: tuple[Longs, ...]) -> tuple[Longs,
 
 def _differ(expected: Longs, got: Longs) -> Offences:
     wrong = (expected != got).nonzero()[0]
-    return Offences(wrong, expected[wrong], got[wrong])
+    return Offences(wrong, expected[wrong], got[wrong]) if len(wrong) else NONE

@@ -166,8 +166,10 @@ def _key_routes(
         copy,
         place[query] + position.reshape(shards.num, copies)[shard, copy],
     )
-    refuse_routes(route_laws.not_tiling(routes), routes, width, "kv_context_size", "keys of a query leave no gap")
-    refuse_routes(route_laws.not_placed(routes), routes, width, "kv_to_q_rank", "key shards lie in document order")
+    order = route_laws.landed(routes)
+    gaps, unplaced = route_laws.not_tiling(routes, order), route_laws.not_placed(routes, order)
+    refuse_routes(gaps, routes, width, "kv_context_size", "keys of a query leave no gap")
+    refuse_routes(unplaced, routes, width, "kv_to_q_rank", "key shards lie in document order")
     return routes
 
 

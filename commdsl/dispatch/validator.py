@@ -65,7 +65,8 @@ def _forward(tables: Columns) -> tuple[Routes, Shards]:
     copies = tables.dest.shape[2]
     routes = layout.routes_of(tables.dest.reshape(-1, copies), tables.row.reshape(-1, copies), shards)
     law = "what a rank receives lies there without gap or overlap"
-    refuse_routes(route_laws.not_tiling(routes), routes, tables.length.shape[1], f"{tables.name}.dst_offset", law)
+    gaps = route_laws.not_tiling(routes, route_laws.landed(routes))
+    refuse_routes(gaps, routes, tables.length.shape[1], f"{tables.name}.dst_offset", law)
     _counts(tables, routes.counts)
     return routes, shards
 

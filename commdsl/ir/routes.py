@@ -126,12 +126,35 @@ def totals(key: Longs, value: Longs, size: int) -> Longs:
     return found
 
 
+@dataclass(frozen=True, eq=False)
+class Grouped:
+    """n entries by their keys, equal ones as they stand; (n,) each."""
+
+    order: Longs
+    first: Longs  # in that order, where the entries with the same key begin
+
+    def sums(self, value: Longs) -> Longs:
+        """For each entry the sum of `value` over the entries before it with the same key."""
+        ordered, found = value[self.order], np.empty(len(value), np.int64)
+        before = ordered.cumsum() - ordered
+        found[self.order] = before - before[self.first]
+        return found
+
+    def counts(self) -> Longs:
+        """For each entry how many before it have the same key."""
+        found = np.empty(len(self.order), np.int64)
+        found[self.order] = np.arange(len(self.order)) - self.first
+        return found
+
+
+def grouped(key: Longs) -> Grouped:
+    order = stable_order(key)
+    return Grouped(order, first_equal(key[order]))
+
+
 def running_sum(key: Longs, value: Longs) -> Longs:
     """For each entry the sum of `value` over the entries before it with the same key."""
-    order = stable_order(key)
-    found = np.empty(len(key), np.int64)
-    found[order] = sorted_sum(key[order], value[order])
-    return found
+    return grouped(key).sums(value)
 
 
 def sorted_sum(sorted_key: Longs, value: Longs) -> Longs:
@@ -142,10 +165,12 @@ def sorted_sum(sorted_key: Longs, value: Longs) -> Longs:
 
 def running_count(key: Longs) -> Longs:
     """For each entry how many before it have the same key."""
-    order = stable_order(key)
-    found = np.empty(len(key), np.int64)
-    found[order] = np.arange(len(key)) - first_equal(key[order])
-    return found
+    return grouped(key).counts()
+
+
+def sorted_count(sorted_key: Longs) -> Longs:
+    """As `running_count`, where equal keys follow each other."""
+    return np.arange(len(sorted_key)) - first_equal(sorted_key)
 
 
 def stable_order(key: Longs) -> Longs:
@@ -188,8 +213,8 @@ def needs(document: Longs, position: Longs, mask: Mask) -> Needs:
     last = first + np.bincount(first, minlength=len(order))[first]
     begin = here if mask is Mask.CAUSAL else first
     count = last - begin
-    key = np.repeat(here, count)
-    query = np.repeat(begin, count) + np.arange(len(key)) - np.repeat(count.cumsum() - count, count)
+    key = here.repeat(count)
+    query = np.arange(len(key)) + (begin - (count.cumsum() - count)).repeat(count)
     found = Needs(order[key], order[query], position[order[key]])
     by_key = np.lexsort((query, found.key))
     return Needs(found.key[by_key], found.query[by_key], found.position[by_key])
@@ -199,18 +224,19 @@ def query_routes(shards: Shards, dest: Longs) -> Routes:
     """Routes of shards to `dest` (n, copies), NOWHERE where there is none; packed at each destination in global order
     of shard and copy. The same destination twice is two copies.
     """
-    shard, copy = np.nonzero(dest >= 0)
-    to, length = dest[shard, copy], shards.length[shard]
+    sent = dest >= 0
+    (shard, copy), to = sent.nonzero(), dest[sent]
+    length, arriving = shards.length[shard], grouped(to)
     return Routes(
         shards.num_ranks,
         shards.rank[shard],
         shards.row[shard],
         to,
-        running_sum(to, length),
+        arriving.sums(length),
         length,
         shard,
         copy,
-        running_count(to),
+        arriving.counts(),
     )
 
 
@@ -226,15 +252,15 @@ def key_routes(
     key, query, position = pairs.key[sent], pairs.query[sent], pairs.position[sent]
     length = totals(query, shards.length[key], shards.num)
     shards_needed = np.bincount(query, minlength=shards.num)
-    open_by = _openers(query_dest, document, sharing)
+    open_by = _openers(query_dest, document, shards.num_ranks, sharing)
     opened = (open_by == np.arange(shards.num)).nonzero()[0]  # a query in each stretch, the first in global order
+    opening = grouped(query_dest[opened])
     stretch_length, stretch_shards = np.zeros(shards.num, np.int64), np.zeros(shards.num, np.int64)
     asks = (query_dest >= 0).nonzero()[0]
     np.maximum.at(stretch_length, open_by[asks], length[asks])
     np.maximum.at(stretch_shards, open_by[asks], shards_needed[asks])
     row, place = np.full(shards.num, NOWHERE, np.int64), np.zeros(shards.num, np.int64)
-    row[opened] = running_sum(query_dest[opened], stretch_length[opened])
-    place[opened] = running_sum(query_dest[opened], stretch_shards[opened])
+    row[opened], place[opened] = opening.sums(stretch_length[opened]), opening.sums(stretch_shards[opened])
     if sharing is Sharing.RANK:
         first = first_like(key * shards.num + open_by[query])
         once = (first == np.arange(len(first))).nonzero()[0]
@@ -255,23 +281,22 @@ def key_routes(
     return routes, KeyStretches(row, length, shards_needed)
 
 
-def _openers(query_dest: Longs, document: Longs, sharing: Sharing) -> Longs:
+def _openers(query_dest: Longs, document: Longs, num_ranks: int, sharing: Sharing) -> Longs:
     """(n,): the first query of the stretch in which a query's keys lie; NOWHERE for a query that is not sent."""
     everyone = np.arange(len(query_dest))
     opener = np.where(query_dest >= 0, everyone, NOWHERE)
     if sharing is Sharing.QUERY or not len(opener):
         return opener
     asks = (query_dest >= 0).nonzero()[0]
-    group = document[asks] * (int(query_dest.max()) + 1) + query_dest[asks]
-    opener[asks] = asks[first_like(group)]
+    opener[asks] = asks[first_like(document[asks] * num_ranks + query_dest[asks])]
     return opener
 
 
 def _copies(pairs: Needs, sent: NDArray[np.bool_], key: Longs, sharing: Sharing) -> Longs:
     """Which copy of its shard a route carries. Once per query a query that stays has a slot all the same."""
     if sharing is Sharing.RANK:
-        return running_count(key)
-    return running_count(pairs.key)[sent]
+        return sorted_count(key)
+    return sorted_count(pairs.key)[sent]
 
 
 def back(routes: Routes, shards: Shards) -> Routes:
