@@ -18,7 +18,8 @@ from commdsl.build.host_ranks import Kernel
 from commdsl.build.host_rows import Results, RowsCall, checking
 from commdsl.program.memory import Transport
 from commdsl.program.plan import Plan
-from commdsl.program.tiles import RowTable, Shipment
+from commdsl.program.runs import Shipment
+from commdsl.program.tiles import RowTable
 
 TENSORS = ("q", "k", "v")
 

@@ -22,7 +22,8 @@ from commdsl.language.diagnostics import InternalError
 from commdsl.planner.chance import Draw, random_plan, varied
 from commdsl.program.phases import Actor, Ranks
 from commdsl.program.plan import Phase, Plan
-from commdsl.program.tiles import COPY, FINISH_WORDS, SUM, ZERO, RowTable, Shipment, table
+from commdsl.program.runs import COPY, FINISH_WORDS, SUM, ZERO, Shipment
+from commdsl.program.tiles import RowTable, table
 from commdsl.program.timeouts import CommTimeout
 from commdsl.program.verify import verify
 

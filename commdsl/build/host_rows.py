@@ -17,7 +17,8 @@ from commdsl.build.emit import emit
 from commdsl.build.host_ranks import Kernel, Running, Seats, Values, built, run_ranks, seats
 from commdsl.machine.config import Config
 from commdsl.program.plan import Plan
-from commdsl.program.tiles import RowTable, Shipment, table
+from commdsl.program.runs import Shipment
+from commdsl.program.tiles import RowTable, table
 
 Results: TypeAlias = list[list[list[Bytes]]]
 """By call, tensor and rank: (rows, width)."""

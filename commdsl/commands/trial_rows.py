@@ -29,7 +29,7 @@ from commdsl.ir.simulate import Bytes, Copy
 from commdsl.machine.config import from_environment
 from commdsl.machine.dtypes import DType
 from commdsl.planner.chance import random_plan, varied
-from commdsl.program.tiles import Shipment
+from commdsl.program.runs import Shipment
 from commdsl.program.timeouts import CommTimeout
 
 ROW_BYTES = 64

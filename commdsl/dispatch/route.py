@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import NoReturn, Protocol, TypeAlias
@@ -25,7 +25,8 @@ from commdsl.dispatch.validator import validate
 from commdsl.ir.plans import DispatchPlan, Routing
 from commdsl.ir.routes import Longs, Mask, Routes, Shards, back
 from commdsl.planner.balance import imbalance
-from commdsl.program.tiles import RowTable, Shipment, Tables
+from commdsl.program.runs import Shipment, Tiling
+from commdsl.program.tiles import RowTable, Tables
 
 SPARE = 2
 """A table has room for so many times the words of the plan it began with, so that another plan's fit as well."""
@@ -109,12 +110,17 @@ class _Numbers:
         found = [0 if one is None else int(np.bincount(one.shard).max(initial=0)) for one in (self.queries, self.keys)]
         return found[0], found[1]
 
+    @cached_property
+    def has_copies(self) -> bool:
+        """Of queries."""
+        return bool(self.queries.copy.any())
+
     def flows(self, way: Way, widths: tuple[int, ...]) -> list[Shipment]:
         goes = way.goes
         queries = self.queries if goes else self.queries_back
         _, query_rows, key_rows = self.sizes
         rows = query_rows if goes else self.shards.rows
-        flows = [Shipment(queries, rows, widths[0], is_sum=not goes and bool(self.queries.copy.any()))]
+        flows = [Shipment(queries, rows, widths[0], is_sum=not goes and self.has_copies)]
         if way.has_keys:
             keys = self.keys if goes else self.keys_back
             if keys is None:
@@ -312,6 +318,7 @@ class Route:
     def _count(self, numbers: _Numbers) -> None:
         self._numbers = numbers
         self._maker = Tables(self.rank, self.num_ranks)
+        self._made: dict[Form, RowTable] = {}  # that nobody has asked for yet
         self._spans = None if numbers.seen is None else numbers.seen.on(self.rank, self.device)
         columns = [column.tolist() for column in numbers.sizes]
         self.most = max(columns[0]), max(columns[1]), max(columns[2])
@@ -328,8 +335,13 @@ class Route:
         return made
 
     def _make(self, wanted: Form) -> RowTable:
-        flows = self._numbers.flows(wanted.way, wanted.widths)
-        return self._maker.table(flows, packed=wanted.packed, tile_bytes=wanted.tile_bytes)
+        """The table, and with it that of the way back, which calls ask for next."""
+        if wanted not in self._made:
+            pair = wanted, replace(wanted, way=wanted.way.reversed)
+            flows = [self._numbers.flows(one.way, one.widths) for one in pair]
+            tiling = Tiling(wanted.packed, wanted.tile_bytes)
+            self._made.update(zip(pair, self._maker.tables(flows, tiling), strict=True))
+        return self._made.pop(wanted)
 
 
 def checked(route: Route) -> Route:

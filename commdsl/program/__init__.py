@@ -26,5 +26,6 @@ timeouts      what kernels say of who is missing -> one exception
 agree         the role that tells all ranks of every call, and holds them to it
 desk          what all kernels of a group share, beside a Plan's own memory
 arguments     a Plan -> the one struct that its kernel is given
-tiles         the routes of one call -> the table of a dispatch's kernel
+runs          the routes of tensors -> runs of rows that a rank sends and finishes
+tiles         those of one call, in pieces -> the table of a dispatch's kernel
 """
