@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -79,7 +80,8 @@ def test_everything_that_is_done_has_an_interval(name: str, options: Options, ro
             assert (of["end"][:-1] <= of["begin"][1:]).all()
         profile = profile_of(plan, found, rank)
         assert {task.computes for task in profile.tasks} == roles
-        assert 0 < profile.exposed <= profile.communication < profile.total
+        assert 0 < profile.communication < profile.total
+        assert (profile.exposed < profile.total) == (True in roles)
     for one in plain.outputs:
         assert all(map(np.array_equal, plain.outputs[one], found.outputs[one]))
 
@@ -127,45 +129,51 @@ WRITTEN = (  # task, begin, ready, end, SM; microseconds
 )
 
 
-def made() -> Profile:
+def made(call: Sequence[int] = ()) -> Profile:
+    """`call`: when it began and ended, in microseconds."""
     written = np.array([(1000 * begin, 1000 * ready, 1000 * end, sm) for _, begin, ready, end, sm in WRITTEN], INTERVAL)
-    return Profile.of("two products", 0, Layout(TASKS, np.array([row[0] for row in WRITTEN], np.int32)), written)
+    layout = Layout(TASKS, np.array([row[0] for row in WRITTEN], np.int32))
+    return Profile.of("two products", 0, layout, written, [1000 * one for one in call])
 
 
-def test_what_is_exposed() -> None:
-    """Of each SM the time in which something is on its way and it computes nothing: 30 and 10 of 50 us."""
-    profile = made()
-    assert profile.total == pytest.approx(90e-6)
+@pytest.mark.parametrize(("call", "before"), [((), 0), ((996, 1098), 4)], ids=["launches", "whole"])
+def test_what_is_exposed(call: Sequence[int], before: int) -> None:
+    """Of each SM the time of the call in which it computes nothing; a call is from its first stamp to its last."""
+    profile, total = made(call), 102 if call else 90
+    assert profile.total == pytest.approx(total * 1e-6)
+    assert profile.intervals["begin"].min() == 1000 * before
     assert profile.communication == pytest.approx(50e-6)
     assert profile.resolution == 2000
     assert profile.computed.tolist() == pytest.approx([58e-6, 78e-6])
-    assert profile.uncovered.tolist() == pytest.approx([30e-6, 10e-6])
-    assert (profile.computation, profile.exposed) == pytest.approx((68e-6, 20e-6))
+    assert profile.uncovered.tolist() == pytest.approx([(total - 58) * 1e-6, (total - 78) * 1e-6])
+    assert profile.exposed == pytest.approx(profile.total - profile.computation) == pytest.approx((total - 68) * 1e-6)
 
 
 def test_who_computes_nothing_exposes_all() -> None:
-    """A collective by itself is on its way all the time."""
+    """A collective by itself is all of its call."""
     profile = made()
-    alone = replace(profile, task=profile.task[:1], intervals=profile.intervals[:1])
-    assert alone.exposed == alone.communication == pytest.approx(50e-6)
+    alone = replace(profile, task=profile.task[:1], intervals=profile.intervals[:1], length=60_000)
+    assert alone.exposed == alone.total == pytest.approx(60e-6)
     assert alone.computation == 0
 
 
 def test_the_report() -> None:
-    """Sums over SMs, a line a task, and a picture."""
-    assert str(made()).splitlines() == [
-        "two products on rank 0: 90.0 us from the first stamp to the last",
+    """Sums over SMs, a line a task and for what no task has, and a picture."""
+    assert str(made((996, 1098))).splitlines() == [
+        "two products on rank 0: 102.0 us from the first stamp to the last",
         "  us                                         min    median       max",
         "  computation                               58.0      68.0      78.0  of 2 that computed",
         "  communication                             50.0      50.0      50.0  while something is on its way",
-        "  exposed                                   10.0      20.0      30.0  of it, nothing computed",
+        "  exposed                                   24.0      34.0      44.0  of the call, nothing computed",
         "  task                                     begin       end      work      wait"
         "  us; work and wait: of an SM, the median",
-        "  x -> a                                     0.0      60.0      50.0      10.0",
-        "  x, w -> c                                  2.0      50.0      38.0       0.0",
-        "  a, w -> d                                 30.0      90.0      30.0      20.0",
-        "products | 00000000000000000000000000000000000       111111111111111111111|",
-        "travels  |       000000000000000000000000000000000000                     |",
+        "  begin                                      0.0       4.0       4.0       0.0",
+        "  x -> a                                     4.0      64.0      50.0      10.0",
+        "  x, w -> c                                  6.0      54.0      38.0       0.0",
+        "  a, w -> d                                 34.0      94.0      30.0      20.0",
+        "  join                                      94.0     102.0       8.0       0.0",
+        "products |    000000000000000000000000000000000       11111111111111111111|",
+        "travels  |          0000000000000000000000000000000000                    |",
     ]
 
 
@@ -196,6 +204,8 @@ def test_profiled_operators() -> None:
         assert [task.what for task in profile.tasks] == ["x.0 -> a.0", "x.0, w -> c.0", "a.0, w -> c.1"]
         assert [task.computes for task in profile.tasks] == [False, True, True]
         assert 0 < profile.computation < profile.total
+        assert 0 < profile.intervals["begin"].min() <= profile.intervals["end"].max() < profile.length
+        assert {"begin", "join"} <= {line.split()[0] for line in str(profile).splitlines()}
 
     in_group(RANKS, work)
 
@@ -219,7 +229,7 @@ def test_run_with_a_profile(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"profile\n  allreduce_ring on rank \d: .* us from the first stamp", capsys.readouterr().out)
     assert run_command([*ring, "--json"]) == 0
     (told,) = json.loads(capsys.readouterr().out)["runs"]
-    assert all(0 < one["exposed"] == one["communication"] < one["total"] for one in told["profiles"])
+    assert all(0 < one["communication"] < one["exposed"] == one["total"] for one in told["profiles"])
     assert len(told["profiles"]) == 2
 
 

@@ -20,7 +20,9 @@ import commdsl  # noqa: E402
 from commdsl.machine.resources import data_dir  # noqa: E402
 from commdsl.program import launches as phases  # noqa: E402
 from commdsl.program.visited import started  # noqa: E402
+from commdsl.runtime import products  # noqa: E402
 from commdsl.runtime.errors import CaptureError  # noqa: E402
+from commdsl.runtime.stamps import mark_now  # noqa: E402
 
 RANKS = 3
 NAMES = ("rotation_ring", "rotation_direct", "rotation_carry")
@@ -176,6 +178,40 @@ def test_launches_that_are_under_way_at_once(gpu: FakeGpu, name: str, shape: tup
             replayed(made, random.Random(10 * seed + rank))
             for dest, source, size in (one.copy for one in copies if one.copy):
                 assert ctypes.string_at(dest, size) == ctypes.string_at(source, size)
+
+    run(gpu, body)
+
+
+def test_where_a_stamped_call_says_the_time(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything else on the caller's stream, and behind all of the call; beside it where a launch comes to wait;
+    and around each copy of what landed, which begins when the caller's stream comes to wait for it.
+    """
+    op, marks = commdsl.load("matmul_allreduce", ranks=RANKS), [list[Launch]() for _ in range(RANKS)]
+
+    def mark(address: int) -> None:
+        marks[gpu.here.rank].append(gpu.note(gpu.current.cuda_stream))
+        mark_now(address)
+
+    monkeypatch.setattr(products, "mark_now", mark)
+
+    def body(rank: int, group: str) -> None:
+        x, w = torch.full((6 * RANKS, 8), float(rank)), torch.eye(8)
+        found, profile = op.profiled(x, w, group=group)
+        assert torch.equal(found, torch.full_like(x, sum(range(RANKS))))
+        first, *between, last = marks[rank][-11:]
+        own = {one.number for one in gpu.commands if one.rank == rank}
+        of_call = {number for number in own if first.number < number}
+        assert len(marks[rank]) % 11 == 0
+        assert first.stream == last.stream == gpu.current
+        assert own - of_call <= first.before
+        assert of_call | {one.number for one in between} <= last.before
+        waits, copies = between[:3], between[3:]
+        assert all(one.stream != gpu.current and first.number in one.before for one in waits)
+        assert {one.stream for one in copies} == {gpu.current}
+        begins, readies = copies[::3], copies[1::3]
+        assert not of_call <= begins[0].before
+        assert of_call <= readies[0].before
+        assert [task.what for task in profile.tasks[3:5]] == ["y.1 [copy out]", "y.2 [copy out]"]
 
     run(gpu, body)
 

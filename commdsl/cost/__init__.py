@@ -7,7 +7,7 @@ bounds        a contract -> the least time that any schedule needs for it
 waits         what steps move -> the longest chain of moves that wait for each other
 report        a schedule -> steps, bytes over links, time
 timeline      a schedule -> a table, a row per step
-profile       time stamps of a call -> computation, communication, what of it is exposed
+profile       time stamps of a call -> computation, communication, what of the call is exposed
 bars          times of products and of what travels -> two lines of a terminal
 visits        a schedule with yields -> how long it takes beside what its visits compute
 visitors      a schedule with yields -> a table, a row per visit

@@ -1,7 +1,8 @@
 """Turns the time stamps of one call on one rank into a report: computation, communication, what of it is exposed, per
 task and in all, and a picture.
 
-Assumes intervals of one clock. Does not know how they came; `program.stamps` says what each of them is.
+Assumes intervals of one clock. Does not know how they came; `program.stamps` says what each of them is. What of a call
+no interval has, before the first and behind the last, are rows of their own: `begin` and `join`.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ STAMPS = "begin", "ready", "end"
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """One call on one rank. `intervals`: those that were, from its first stamp on; `task`: which of `tasks` each is.
+    """One call on one rank. `intervals`: those that were, from its first stamp on; `task`: which of `tasks` each is;
+    `length`: nanoseconds from there to its last stamp.
 
     An interval waits until it is ready, and then works. Of one that moves, data is on its way then. The times below are
-    in seconds. `exposed` is, of an SM, the time in which something is on its way and the SM computes nothing; where
-    nobody computes that is all of it. What is said of one SM is the median of all that computed.
+    in seconds. `exposed` is, of an SM, the time of the call in which it computes nothing; where nobody computes that is
+    all of it. What is said of one SM is the median of all that computed.
     """
 
     name: str
@@ -39,20 +41,25 @@ class Profile:
     tasks: tuple[Task, ...]
     task: Ints
     intervals: Intervals
+    length: int
 
     @staticmethod
-    def of(name: str, rank: int, layout: Layout, written: Intervals) -> Profile:
-        """Of what the launches of a call wrote, which begins at 0 here: times since a machine began fill 64 bits."""
+    def of(name: str, rank: int, layout: Layout, written: Intervals, call: Sequence[int] = ()) -> Profile:
+        """Of what the launches of a call wrote, which begins at 0 here: times since a machine began fill 64 bits.
+        `call`: when it began and ended, where more is known of that than what they wrote.
+        """
         made = written["end"] > 0
         found = written[made]
-        for stamp in STAMPS if made.any() else ():
-            found[stamp] = written[stamp][made] - written["begin"][made].min()
-        return Profile(name, rank, layout.tasks, layout.task[made], found)
+        begin = min((*call[:1], *found["begin"].tolist()), default=0)
+        end = max((*call[1:], *found["end"].tolist()), default=0)
+        for stamp in STAMPS:
+            found[stamp] -= np.uint64(begin)
+        return Profile(name, rank, layout.tasks, layout.task[made], found, end - begin)
 
-    @cached_property
+    @property
     def total(self) -> float:
         """From the first stamp to the last."""
-        return float(self.intervals["end"].max(initial=0)) / 1e9
+        return self.length / 1e9
 
     @property
     def resolution(self) -> int:
@@ -71,7 +78,7 @@ class Profile:
 
     @property
     def exposed(self) -> float:
-        return _median(self.uncovered) if len(self.computed) else self.communication
+        return _median(self.uncovered) if len(self.computed) else self.total
 
     @cached_property
     def computed(self) -> Floats:
@@ -80,9 +87,8 @@ class Profile:
 
     @cached_property
     def uncovered(self) -> Floats:
-        """By SM that computed, how long something was on its way while it did not."""
-        both = [_measure(np.concatenate((self._travels, spans))) - _measure(spans) for spans in self._products]
-        return np.array(both) / 1e9
+        """By SM that computed, how long it did not."""
+        return np.array([self.length - _measure(spans) for spans in self._products]) / 1e9
 
     @property
     def sums(self) -> dict[str, float]:
@@ -114,15 +120,26 @@ def _lines(profile: Profile) -> Iterator[str]:
     if sms:
         yield _row("computation", profile.computed, f"of {sms} that computed")
     yield _row("communication", np.array([profile.communication]), "while something is on its way")
-    yield _row("exposed", profile.uncovered if sms else np.array([profile.communication]), "of it, nothing computed")
+    yield _row("exposed", profile.uncovered if sms else np.array([profile.total]), "of the call, nothing computed")
     yield f"  {'task':36} {'begin':>9} {'end':>9} {'work':>9} {'wait':>9}  us; work and wait: of an SM, the median"
+    for what, *times in _tasks(profile):
+        yield f"  {what[:36]:36} " + " ".join(f"{_us(one):>9}" for one in times)
+    yield from drawn([_bars(profile, is_product) for is_product in (True, False)])
+
+
+def _tasks(profile: Profile) -> Iterator[tuple[str, float, float, float, float]]:
+    """Begin, end, work and wait of each; before them what the call took to begin, behind them to join its streams."""
+    first = profile.intervals["begin"].min(initial=profile.length) / 1e9
+    last = profile.intervals["end"].max(initial=0) / 1e9
+    if first > 0:
+        yield "begin", 0.0, first, first, 0.0
     for number, task in enumerate(profile.tasks):
         of = profile.intervals[profile.task == number]
         if len(of):
             ends = of["begin"].min() / 1e9, of["end"].max() / 1e9
-            times = *ends, _by_sm(of, "ready", "end"), _by_sm(of, "begin", "ready")
-            yield f"  {task.what[:36]:36} " + " ".join(f"{_us(one):>9}" for one in times)
-    yield from drawn([_bars(profile, is_product) for is_product in (True, False)])
+            yield task.what, *ends, _by_sm(of, "ready", "end"), _by_sm(of, "begin", "ready")
+    if last < profile.total:
+        yield "join", last, profile.total, profile.total - last, 0.0
 
 
 def _row(what: str, seconds: Floats, words: str) -> str:

@@ -117,7 +117,7 @@ class Fused:
         rows, factor = (held[kept] for kept in self._products[0].reads[:2])
         kernel = self._kernel(rows, factor)
         words = torch.zeros(self._launches + len(self._turns), dtype=torch.int64, device=factor.device)
-        written = 0 if stamps is None else stamps.take(self._layout(kernel)).data_ptr()
+        written = 0 if stamps is None else stamps.take(self._layout(kernel))[0].data_ptr()
         launch = self._prepared(kernel, held, words.data_ptr(), written, tuple(one.data_ptr() for one in scales))
 
         def multiply(number: int, *_: torch.Tensor, out: object) -> None:
@@ -125,6 +125,10 @@ class Fused:
                 kernel(launch)
 
         return _Words(streams, kernel, words, self._turn_of), {MATMUL: multiply}
+
+    def mark(self, address: int) -> None:
+        """As `Matmul.mark`."""
+        next(iter(self._kernels.values())).mark(address)
 
     def _layout(self, kernel: Matmul) -> Layout:
         """Of what a stamped kernel writes."""

@@ -141,7 +141,9 @@ class Matmul:
         path = nvrtc.build(text, product.defines(), config, ARCH)
         held = Residence("matmul", text.name, self._blocks, THREADS, tiling.shared_bytes, self._blocks)
         self._kernel = DeviceKernel(path, held, device, None)
-        self._await = DeviceKernel(path, Residence("matmul", f"{text.name}_await", 1, 1, 0, 1), device, None)
+        beside = {name: Residence("matmul", f"{text.name}_{name}", 1, 1, 0, 1) for name in ("await", "mark")}
+        self._await = DeviceKernel(path, beside["await"], device, None)
+        self._mark = DeviceKernel(path, beside["mark"], device, None) if is_stamped else None
 
     def prepare(
         self,
@@ -183,6 +185,12 @@ class Matmul:
             argument = struct.pack("<3Q", word, least, self._timeout_ns)
             launch = self._awaits[word, least] = launch_of(argument, [8, 8, 8], 1, 1)
         self._await.launch(launch, torch.cuda.current_stream().cuda_stream)
+
+    def mark(self, address: int) -> None:
+        """Of a stamped kernel: writes there when the current stream is here, by the clock of its stamps."""
+        assert self._mark is not None
+        launch = launch_of(struct.pack("<Q", address), [8], 1, 1)  # the driver has copied it when this returns
+        self._mark.launch(launch, torch.cuda.current_stream().cuda_stream)
 
 
 def tensor_map(one: Matrices, lines: int, line: int = _LINE) -> bytes:

@@ -28,7 +28,7 @@ from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.errors import OpError
 from commdsl.runtime.functions import Function
 from commdsl.runtime.program import Port, Program, Signature, Visits
-from commdsl.runtime.stamps import StampedStreams, Stamps
+from commdsl.runtime.stamps import StampedStreams, Stamps, mark_now
 from commdsl.runtime.streams import Streams
 from commdsl.runtime.visits import Over, Visiting, prepared
 
@@ -120,21 +120,25 @@ class Multiplying:
         """What stands in place of the streams and functions of a call: its launches write time stamps, and products."""
         if fused is None and device.type == "cuda":
             raise OpError(f"torch multiplies in this call of `{self._name}`, and its kernels have no time stamps")
-        stamps = self._stamps = Stamps(self._name, self._communicator.rank, device)
-        rooms = [stamps.take(one) for one in self._visiting.layouts()]  # before what goes beside begins
+        mark = mark_now if fused is None else fused.mark
+        stamps = self._stamps = Stamps(self._name, self._communicator.rank, device, mark)
+        stamps.call()
+        launched, brought = self._visiting.layouts()
+        rooms = stamps.take(*launched, *brought)  # before what goes beside begins
 
         def over(streams: Streams, held: Mapping[Kept, torch.Tensor]) -> tuple[Streams, Mapping[str | None, Function]]:
-            streams = StampedStreams(streams, rooms)
             if fused is None:
-                return streams, {MATMUL: self._timed(stamps, self._function(scales))}
-            return fused.over(scales, streams, held, stamps)
+                functions: Mapping[str | None, Function] = {MATMUL: self._timed(stamps, self._function(scales))}
+            else:
+                streams, functions = fused.over(scales, streams, held, stamps)
+            return StampedStreams(streams, stamps, rooms[: len(launched)], rooms[len(launched) :]), functions
 
         return over
 
     def _timed(self, stamps: Stamps, function: Function) -> Function:
         """Products on the processor, by the clock of its kernels."""
         products = [phase for phase in self._plan.phases if isinstance(phase, Visit)]
-        rooms = [stamps.take(alone(task(one))) for one in products]
+        rooms = stamps.take(*(alone(task(one)) for one in products))
 
         def timed(number: int, *given: torch.Tensor, out: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
             begin = time.monotonic_ns()

@@ -1,12 +1,16 @@
 """Turns the calls of a stamped Plan on one rank into Profiles: memory for the time stamps of a call, and what they say.
 
-Assumes that a call's stamps are read before the next one begins. Does not stamp anything itself: kernels do, and who
-multiplies on the processor.
+Assumes that a call's stamps are read before the next one begins. Says what time it is where nothing else does: when a
+call begins and ends on the caller's stream, when the stream beside it comes to wait, and around copies of what landed.
+Between those, kernels write their stamps, and who multiplies on the processor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import ctypes
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -20,27 +24,60 @@ from commdsl.runtime.streams import Around, Streams
 from commdsl.runtime.workspace import Start, Workspace
 
 WORDS = INTERVAL.itemsize // 8
+BEGIN, READY, END = range(3)  # of an interval
+
+Mark: TypeAlias = Callable[[int], None]
+"""Writes at an address what time it is when the current stream is there, by the clock of the call's other stamps."""
+
+
+def mark_now(address: int) -> None:
+    """On the processor."""
+    ctypes.c_int64.from_address(address).value = time.monotonic_ns()
 
 
 class Stamps:
-    """Of one call: room for what its launches write."""
+    """Of one call: room for what its launches write, and when it began and ended, if somebody says so."""
 
-    def __init__(self, name: str, rank: int, device: torch.device) -> None:
-        self._name, self._rank, self._device = name, rank, device
+    def __init__(self, name: str, rank: int, device: torch.device, mark: Mark = mark_now) -> None:
+        self._name, self._rank, self._device, self._mark = name, rank, device, mark
         self._layouts: list[Layout] = []
         self._written: list[torch.Tensor] = []
+        self._waits: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._call: list[torch.Tensor] = []
 
-    def take(self, layout: Layout) -> torch.Tensor:
-        """Room for a launch: a row of WORDS an interval. The current stream zeroes it."""
-        room = torch.zeros(len(layout.task), WORDS, dtype=torch.int64, device=self._device)
-        self._layouts.append(layout)
-        self._written.append(room)
-        return room
+    def take(self, *layouts: Layout) -> list[torch.Tensor]:
+        """Room for each launch: a row of WORDS an interval. The current stream zeroes it."""
+        sizes = [len(layout.task) for layout in layouts]
+        rooms = torch.zeros(sum(sizes), WORDS, dtype=torch.int64, device=self._device).split(sizes)
+        self._layouts += layouts
+        self._written += rooms
+        return [*rooms]
+
+    def call(self) -> None:
+        """The call begins here, on the caller's stream, or ends."""
+        self._call.append(self._now())
+
+    def mark(self, room: torch.Tensor, stamp: int) -> None:
+        """Writes a stamp of a room's only interval."""
+        self._mark(room[0, stamp].data_ptr())
+
+    def wait(self, room: torch.Tensor) -> None:
+        """From here on the current stream waits for what a launch comes after, whose kernels say when they begin."""
+        if len(room) == 1:
+            self._waits.append((room, self._now()))
 
     def profile(self) -> Profile:
         """Of the call, which is over with this."""
+        for room, since in self._waits:
+            room[0, BEGIN] = since[0]
         written = torch.cat(self._written).cpu().numpy().view(INTERVAL)[:, 0]
-        return Profile.of(self._name, self._rank, together(self._layouts), written)
+        call = [int(one) for one in self._call]
+        return Profile.of(self._name, self._rank, together(self._layouts), written, call)
+
+    def _now(self) -> torch.Tensor:
+        found = torch.empty(1, dtype=torch.int64, device=self._device)
+        self._mark(found.data_ptr())
+        return found
 
 
 def of_launch(comm: Communicator, plan: Plan, start: Start, task: Task | None = None) -> Layout:
@@ -78,15 +115,47 @@ class StampedStart:
 
     def _room(self) -> int:
         self.stamps = self._begin()
-        return self.stamps.take(self._layout).data_ptr()
+        (room,) = self.stamps.take(self._layout)
+        return room.data_ptr()
 
 
 class StampedStreams(Around):
-    """The streams of a call whose launches write time stamps, each to a room."""
+    """The streams of a call that is stamped: `launched` are the rooms to which its launches write, `brought` those of
+    copies on the caller's stream.
+    """
 
-    def __init__(self, streams: Streams, rooms: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        streams: Streams,
+        stamps: Stamps,
+        launched: Sequence[torch.Tensor],
+        brought: Sequence[torch.Tensor],
+    ) -> None:
         super().__init__(streams)
-        self._rooms = iter(rooms)
+        self._stamps, self._launched = stamps, launched
+        self._brought: Iterator[torch.Tensor] = iter(brought)
+        self._started = 0  # launches
 
     def start(self, start: Start, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
-        return self._streams.start(start, (next(self._rooms).data_ptr(), *changing), told)
+        self._started += 1
+        return self._streams.start(start, (self._launched[self._started - 1].data_ptr(), *changing), told)
+
+    def wait(self, what: Hashable, *, beside: bool) -> None:
+        """Beside the caller's stream it is the next launch that waits."""
+        if beside and self._launched:
+            with self.beside():
+                self._stamps.wait(self._launched[self._started])
+        self._streams.wait(what, beside=beside)
+
+    def bring(self, dest: torch.Tensor, source: torch.Tensor, behind: Hashable | None) -> None:
+        room = next(self._brought)
+        self._stamps.mark(room, BEGIN)
+        if behind is not None:
+            self._streams.wait(behind, beside=False)
+        self._stamps.mark(room, READY)
+        self._streams.bring(dest, source, None)
+        self._stamps.mark(room, END)
+
+    def join(self) -> None:
+        self._streams.join()
+        self._stamps.call()

@@ -37,6 +37,10 @@ class Streams(Protocol):
         """The other stream goes on when what was marked is over."""
         ...
 
+    def bring(self, dest: torch.Tensor, source: torch.Tensor, behind: Hashable | None) -> None:
+        """Copies on the caller's stream, behind what was marked beside it under that name, if under any."""
+        ...
+
     def join(self) -> None:
         """The caller's stream waits for all that went beside it."""
         ...
@@ -68,6 +72,9 @@ class Around:
     def wait(self, what: Hashable, *, beside: bool) -> None:
         self._streams.wait(what, beside=beside)
 
+    def bring(self, dest: torch.Tensor, source: torch.Tensor, behind: Hashable | None) -> None:
+        self._streams.bring(dest, source, behind)
+
     def join(self) -> None:
         self._streams.join()
 
@@ -94,6 +101,9 @@ class OneStream:
 
     def wait(self, what: Hashable, *, beside: bool) -> None:
         """It is over."""
+
+    def bring(self, dest: torch.Tensor, source: torch.Tensor, behind: Hashable | None) -> None:
+        dest.copy_(source)
 
     def join(self) -> None:
         """Nothing is left to wait for."""
@@ -128,6 +138,11 @@ class TwoStreams:
 
     def wait(self, what: Hashable, *, beside: bool) -> None:
         (self._side if beside else self._main).wait_event(self._events[what])
+
+    def bring(self, dest: torch.Tensor, source: torch.Tensor, behind: Hashable | None) -> None:
+        if behind is not None:
+            self.wait(behind, beside=False)
+        dest.copy_(source)
 
     def join(self) -> None:
         self._main.wait_stream(self._side)

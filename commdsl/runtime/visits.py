@@ -22,7 +22,7 @@ from commdsl.program.launches import Between, Launch, Return, Visit
 from commdsl.program.memory import Kept
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
-from commdsl.program.stamps import Layout, task
+from commdsl.program.stamps import Layout, Task, alone, task
 from commdsl.program.visited import ended, landing, launches, moved, plan_of, started, turns
 from commdsl.runtime import tensors
 from commdsl.runtime.communicator import Communicator
@@ -83,6 +83,8 @@ class Visiting:
         brings = {kept: number for number, one in enumerate(launches(visits.plan)) for kept in one.writes}
         self._brings = {kept: brings[kept] for kept in self._returned if kept in self._landed and kept in brings}
         self._awaited |= {(True, number) for number in self._brings.values()}
+        landed = (one for one in self._returned if one in self._landed)
+        self._taken = tuple(sorted(landed, key=lambda one: self._brings.get(one, -1)))
         self._own = tuple((kept, *kind) for kept, kind in kinds.items())
         self._seconds = seconds
 
@@ -138,13 +140,16 @@ class Visiting:
         found = tuple(results.values())
         return found[0] if len(found) == 1 else found
 
-    def layouts(self) -> list[Layout]:
-        """What the launches of a call write, of a stamped Plan: each is one task."""
+    def layouts(self) -> tuple[list[Layout], list[Layout]]:
+        """What the launches of a call write, of a stamped Plan, and what is said of copies of what landed: each is one
+        task.
+        """
         found = zip(launches(self._plan), self._turns, strict=True) if self._starts else ()
-        return [
+        launched = [
             of_launch(self._communicator, plan_of(self._plan, one.moves), self._starts[_made(one)][turn], task(one))
             for one, turn in found
         ]
+        return launched, [alone(Task(f"{kept.name} [copy out]", False)) for kept in self._taken]
 
     @contextlib.contextmanager
     def _region(self) -> Iterator[Region | None]:
@@ -208,10 +213,10 @@ class Visiting:
 
     def _take(self, streams: Streams, held: Mapping[Kept, torch.Tensor], results: Mapping[Kept, torch.Tensor]) -> None:
         """Copies what landed when all visits are over, as it comes: SMs do that, and computations need them."""
-        for kept in sorted((one for one in results if one in self._landed), key=lambda one: self._brings.get(one, -1)):
-            if kept in self._brings:
-                streams.wait((True, self._brings[kept]), beside=False)
-            results[kept].copy_(held[kept])
+        for kept in self._taken:
+            if kept in results:
+                behind = (True, self._brings[kept]) if kept in self._brings else None
+                streams.bring(results[kept], held[kept], behind)
 
     def _end(self, streams: Streams, begun: Sequence[Callable[[], None]], over: int, before: int) -> int:
         """Ends launches until so many have; they are that many then."""
