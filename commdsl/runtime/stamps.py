@@ -1,8 +1,8 @@
 """Turns the calls of a stamped Plan on one rank into Profiles: memory for the time stamps of a call, and what they say.
 
-Assumes that a call's stamps are read before the next one begins. Says what time it is where nothing else does: when a
-call begins and ends on the caller's stream, when the stream beside it comes to wait, and around copies of what landed.
-Between those, kernels write their stamps, and who multiplies on the processor.
+Assumes that a call's stamps are read before the next one begins. Does not stamp what kernels do, nor products on the
+processor: they do that. It says when a call begins and ends on the caller's stream, when the stream beside it comes to
+wait, and when what landed is copied.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Stamps:
         self._name, self._rank, self._device, self._mark = name, rank, device, mark
         self._layouts: list[Layout] = []
         self._written: list[torch.Tensor] = []
-        self._waits: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._since: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._call: list[torch.Tensor] = []
 
     def take(self, *layouts: Layout) -> list[torch.Tensor]:
@@ -59,16 +59,18 @@ class Stamps:
 
     def mark(self, room: torch.Tensor, stamp: int) -> None:
         """Writes a stamp of a room's only interval."""
-        self._mark(room[0, stamp].data_ptr())
+        self._mark(room.data_ptr() + 8 * stamp)
 
-    def wait(self, room: torch.Tensor) -> None:
-        """From here on the current stream waits for what a launch comes after, whose kernels say when they begin."""
+    def wait(self, room: torch.Tensor, behind: torch.Tensor | None = None) -> None:
+        """From here on, or from the end of what another room is of, the current stream waits for what the only interval
+        of a room comes after.
+        """
         if len(room) == 1:
-            self._waits.append((room, self._now()))
+            self._since.append((room, self._now() if behind is None else behind[0, END:]))
 
     def profile(self) -> Profile:
         """Of the call, which is over with this."""
-        for room, since in self._waits:
+        for room, since in self._since:
             room[0, BEGIN] = since[0]
         written = torch.cat(self._written).cpu().numpy().view(INTERVAL)[:, 0]
         call = [int(one) for one in self._call]
@@ -134,6 +136,7 @@ class StampedStreams(Around):
         super().__init__(streams)
         self._stamps, self._launched = stamps, launched
         self._brought: Iterator[torch.Tensor] = iter(brought)
+        self._last: torch.Tensor | None = None  # of those, the room of the last copy
         self._started = 0  # launches
 
     def start(self, start: Start, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
@@ -148,8 +151,9 @@ class StampedStreams(Around):
         self._streams.wait(what, beside=beside)
 
     def bring(self, dest: torch.Tensor, source: torch.Tensor, behind: Hashable | None) -> None:
-        room = next(self._brought)
-        self._stamps.mark(room, BEGIN)
+        room, last = next(self._brought), self._last
+        self._last = room
+        self._stamps.wait(room, last)
         if behind is not None:
             self._streams.wait(behind, beside=False)
         self._stamps.mark(room, READY)

@@ -103,6 +103,8 @@ class OneStream:
         """It is over."""
 
     def bring(self, dest: torch.Tensor, source: torch.Tensor, behind: Hashable | None) -> None:
+        if behind is not None:
+            self.wait(behind, beside=False)
         dest.copy_(source)
 
     def join(self) -> None:
