@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
 from itertools import product as pairs
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from test_visits import codes, is_equal_in_effect, mutants, with_phases
+from test_visits import behind, codes, is_equal_in_effect, mutants, with_phases
 
 from commdsl import compiler
 from commdsl.commands.trial import Settings, trial
@@ -125,7 +124,7 @@ def test_every_edge_is_needed(name: str) -> None:
     stopped, dropped = stopping(schedule).schedule, 0
     for phase in plan.phases:
         if phase.after:  # type: ignore[union-attr] # all of them have it
-            mutant = with_phases(plan, lambda one, old=phase: replace(one, after=0) if one is old else one)
+            mutant = with_phases(plan, lambda one, old=phase: behind(one, 0) if one is old else one)
             is_needed = not (isinstance(phase, Launch) and phase.moves.is_within)
             assert codes(stopped, mutant) == ["C640"] * is_needed
             dropped += is_needed

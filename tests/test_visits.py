@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -69,6 +69,13 @@ def with_phases(plan: Plan, change: Callable[[Any], Any]) -> Plan:
     return replace(plan, roles=tuple(roles))
 
 
+def behind(phase: Any, after: int) -> Any:
+    """A phase that comes after so many; a launch opens no later."""
+    if not isinstance(phase, Launch):
+        return replace(phase, after=after)
+    return replace(phase, after=after, opens=min(phase.opens, after) if phase.is_split else after)
+
+
 def codes(schedule: Schedule, plan: Plan) -> list[str]:
     """What is wrong with a Plan: the codes of the laws it breaks, or that it is not legal."""
     try:
@@ -127,6 +134,30 @@ def test_a_gradient_one_step_behind() -> None:
     ]
 
 
+def test_what_lands_is_opened_first() -> None:
+    """A launch of the copy engine tells peers what is free behind who touched that, and before what it sends is made.
+    Told too early a Plan is refused, and so is one that waits for more.
+    """
+
+    def found(name: str) -> tuple[Schedule, Plan]:
+        made = compiler.check(FOLDER / f"{name}.comm", ranks=5, tune={"protocol": "engine", "landing": "place"})
+        assert made.visits is not None
+        return made.schedule, made.visits
+
+    carry, ring = found("rotation_carry"), found("rotation_ring")
+    assert [described(phase, number) for number, phase in started(carry[1])][2:6] == [
+        "launch 1 of rotation_carry_segment1: acc 1 -> acc 2  after visit 0, opens at once",
+        "launch 2 of rotation_carry_segment1: kv 1 -> kv 2",
+        "visit 1 attend: kv 1, acc 2 -> acc 2  after launch 1",
+        "launch 3 of rotation_carry_segment1: acc 2 -> acc 1  after visit 1, opens at once",
+    ]
+    assert [(one.opens, one.after) for one in launches(ring[1])] == [(0, 0), (0, 0), (2, 2), (3, 3)]
+    for (schedule, plan), number, opens, code in ((ring, 2, 0, "C640"), (carry, 5, 1, "C642"), (carry, 5, 2, "C642")):
+        old = launches(plan)[number]
+        mutant = with_phases(plan, lambda one, old=old, opens=opens: replace(one, opens=opens) if one is old else one)
+        assert codes(schedule, mutant) == [code]
+
+
 @pytest.mark.parametrize("name", ["direct", "ring", "double_ring", "window"])
 def test_the_copy_engine_has_what_only_moves(name: str) -> None:
     """Where a schedule of visits asks for the engine, launches that combine take few SMs, and all of them only where
@@ -172,7 +203,10 @@ def mutants(plan: Plan) -> Iterator[tuple[str, Plan]]:
 
         yield f"{words} is gone", put(None)
         for after in {0, phase.after - 1, phase.after + 1} - {phase.after, -1}:
-            yield f"{words} after {after}", put(replace(phase, after=after))
+            yield f"{words} after {after}", put(behind(phase, after))
+        opens = getattr(phase, "opens", 0)
+        for other in {0, opens - 1, opens + 1} - {opens, -1} if isinstance(phase, Launch) and phase.is_split else ():
+            yield f"{words} opens after {other}", put(replace(phase, opens=other))
         for column in ("reads", "writes", "frees"):
             for at, kept in enumerate(getattr(phase, column, ())):
                 for copy in {0, 1, 2} - {kept.copy}:
@@ -193,25 +227,36 @@ def is_equal_in_effect(plan: Plan, mutant: Plan) -> bool:
     a second model, of which phases are over for sure when one begins.
     """
     before: dict[tuple[bool, int], set[tuple[bool, int]]] = {}
+    done: dict[tuple[bool, int], Any] = {}
     for number, phase in started(mutant):
         mine = isinstance(phase, Launch)
         over = set(before.get((mine, number - 1), ())) | ({(mine, number - 1)} if number else set())
+        if isinstance(phase, Launch):
+            last = (False, phase.opens - 1)
+            opened = over | (before[last] | {last} if phase.opens else set())
+            earlier = {key for key, one in done.items() if one.turn < phase.turn and _touches(one, phase.lands)}
+            if not earlier <= opened:
+                return False
         if phase.after:
             over |= before[not mine, phase.after - 1] | {(not mine, phase.after - 1)}
-        before[mine, number] = over
-    phases = {(isinstance(phase, Launch), number): phase for number, phase in started(mutant)}
-    for key, phase in phases.items():
-        for other, earlier in phases.items():
+        before[mine, number], done[mine, number] = over, phase
+    for key, phase in done.items():
+        for other, earlier in done.items():
             if earlier.turn < phase.turn and other not in before[key] and _meet(earlier, phase):
                 return False
     return True
 
 
 def _meet(one: Any, other: Any) -> bool:
-    def written(phase: Any) -> set[Kept]:
-        return {*(phase.frees if isinstance(phase, Return) else phase.writes)}
+    return _touches(one, _written(other)) or bool(_written(one) & {*other.reads})
 
-    return bool(written(one) & {*other.reads, *written(other)} or written(other) & {*one.reads})
+
+def _touches(phase: Any, written: Collection[Kept]) -> bool:
+    return bool({*phase.reads, *_written(phase)} & {*written})
+
+
+def _written(phase: Any) -> set[Kept]:
+    return {*(phase.frees if isinstance(phase, Return) else phase.writes)}
 
 
 @pytest.mark.sweep
@@ -252,7 +297,7 @@ def test_every_edge_is_needed(name: str) -> None:
     dropped = 0
     for phase in plan.phases:
         if phase.after:  # type: ignore[union-attr] # all of them have it
-            mutant = with_phases(plan, lambda one, old=phase: replace(one, after=0) if one is old else one)
+            mutant = with_phases(plan, lambda one, old=phase: behind(one, 0) if one is old else one)
             assert codes(schedule, mutant) == ["C640"]
             dropped += 1
     assert dropped >= 4
@@ -261,21 +306,21 @@ def test_every_edge_is_needed(name: str) -> None:
 def test_an_edge_too_many_is_idle() -> None:
     """A launch that waits for a visit it need not wait for is refused as any idle wait."""
     schedule, plan = checked("rotation_ring", 5)
-    mutant = with_phases(plan, lambda one: replace(one, after=1) if one is launches(plan)[1] else one)
+    mutant = with_phases(plan, lambda one: behind(one, 1) if one is launches(plan)[1] else one)
     assert codes(schedule, mutant) == ["C642"]
 
 
 def test_a_circle_waits_for_ever() -> None:
     """A launch and a visit that wait for each other are refused."""
     schedule, plan = checked("rotation_ring", 5)
-    mutant = with_phases(plan, lambda one: replace(one, after=2) if one is launches(plan)[0] else one)
+    mutant = with_phases(plan, lambda one: behind(one, 2) if one is launches(plan)[0] else one)
     assert codes(schedule, mutant) == ["C641"]
 
 
 def test_message_names_the_copy() -> None:
     """A race says which copy of which buffer, and which launch and visit."""
     schedule, plan = checked("rotation_ring", 5)
-    mutant = with_phases(plan, lambda one: replace(one, after=0) if one is launches(plan)[2] else one)
+    mutant = with_phases(plan, lambda one: behind(one, 0) if one is launches(plan)[2] else one)
     (found,) = check_plan(schedule, mutant)
     text = render_full(found)
     assert "`kv` (copy 1)" in text

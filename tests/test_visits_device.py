@@ -183,8 +183,9 @@ def test_launches_that_are_under_way_at_once(gpu: FakeGpu, name: str, shape: tup
 
 
 def test_where_a_stamped_call_says_the_time(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything else on the caller's stream, and behind all of the call; beside it where a launch comes to wait;
-    and around each copy of what landed, which begins when the caller's stream comes to wait for it.
+    """Before anything else on the caller's stream, and behind all of the call; beside it where a launch comes to wait
+    for what it sends, and where that is there; and around each copy of what landed, which begins when the caller's
+    stream comes to wait for it.
     """
     op, marks = commdsl.load("matmul_allreduce", ranks=RANKS), [list[Launch]() for _ in range(RANKS)]
 
@@ -198,19 +199,43 @@ def test_where_a_stamped_call_says_the_time(gpu: FakeGpu, monkeypatch: pytest.Mo
         x, w = torch.full((6 * RANKS, 8), float(rank)), torch.eye(8)
         found, profile = op.profiled(x, w, group=group)
         assert torch.equal(found, torch.full_like(x, sum(range(RANKS))))
-        first, *between, last = marks[rank][-10:]
+        first, *between, last = marks[rank][-13:]
         own = {one.number for one in gpu.commands if one.rank == rank}
         of_call = {number for number in own if first.number < number}
-        assert len(marks[rank]) % 10 == 0
+        assert len(marks[rank]) % 13 == 0
         assert first.stream == last.stream == gpu.current
         assert own - of_call <= first.before
         assert of_call | {one.number for one in between} <= last.before
-        waits, copies = between[:3], between[3:]
+        waits, copies = between[:6], between[6:]
         assert all(one.stream != gpu.current and first.number in one.before for one in waits)
         assert {one.stream for one in copies} == {gpu.current}
         assert not of_call <= copies[0].before
         assert of_call <= copies[1].before
         assert [task.what for task in profile.tasks[3:5]] == ["y.1 [copy out]", "y.2 [copy out]"]
+
+    run(gpu, body)
+
+
+def test_peers_are_told_what_is_free_while_it_is_made(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch opens before the product is over that it sends; its copies wait for that."""
+    op, made = commdsl.load("matmul_reducescatter", ranks=RANKS, params={"C": 2}), dict[int, list[Launch]]()
+
+    def noted(*given: Any, out: Any) -> None:
+        made[gpu.here.rank].append(gpu.note(gpu.current.cuda_stream))
+        products.multiply(*given, out=out)
+
+    monkeypatch.setattr(products.Multiplying, "_function", lambda *_: noted)
+
+    def body(rank: int, group: str) -> None:
+        made[rank] = []
+        op(torch.ones(6 * RANKS, 8), torch.eye(8), group=group)
+        found = [one for one in gpu.commands if one.rank == rank]
+        begins, copies = [one for one in found if one.turn and one.turn[6]], [one for one in found if one.copy]
+        assert len(made[rank]) == 2 * RANKS
+        assert len(begins) == len(copies) == 2 * (RANKS - 1)
+        for product, begin, copy in zip(made[rank], begins, copies, strict=False):
+            assert product.number in copy.before
+            assert product.number not in begin.before
 
     run(gpu, body)
 

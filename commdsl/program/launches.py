@@ -17,7 +17,7 @@ from typing import TypeAlias, assert_never
 from commdsl.ir.schedules import Yield
 from commdsl.language.records import dataclass
 from commdsl.program.memory import Kept, Rights
-from commdsl.program.moves import Moves
+from commdsl.program.moves import Moves, Protocol
 from commdsl.program.phases import Ranks
 from commdsl.program.touches import Touch
 
@@ -27,7 +27,8 @@ class Launch:
     """All rounds of moves, on whole buffers: those that its tensors are, the read ones and the written ones in order.
 
     `turn` is where the schedule has it among launches and visits. `after`: so many phases of the caller are over by
-    then; 0: whatever the launch before waited for.
+    then; 0: whatever the launch before waited for. `opens`: so many are over when it tells its peers that they may put
+    to what lands, no more than `after`; what the rest wrote it waits for behind that, as it alone reads it.
     """
 
     moves: Moves
@@ -35,6 +36,20 @@ class Launch:
     writes: tuple[Kept, ...]
     turn: int
     after: int
+    opens: int
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it has an opening, then copies to where they belong, and an end. Cells are used again from call to
+        call.
+        """
+        return self.moves.protocol is Protocol.ENGINE and self.moves.num_cells == 0
+
+    @property
+    def lands(self) -> tuple[Kept, ...]:
+        """What peers put to."""
+        written = (tensor for tensor in self.moves.tensors if tensor.access is Rights.WRITE)
+        return tuple(kept for tensor, kept in zip(written, self.writes, strict=True) if tensor.lands)
 
     @property
     def operands(self) -> tuple[Kept, ...]:
@@ -80,12 +95,19 @@ def touches(phase: Between) -> tuple[Touch, ...]:
     return read + tuple(Touch(kept, Ranks.OWN, True, phase.turn) for kept in writes)
 
 
+def opening(launch: Launch) -> tuple[Touch, ...]:
+    """What may be written once a launch has told its peers so."""
+    return tuple(Touch(kept, Ranks.OWN, True, launch.turn) for kept in launch.lands)
+
+
 def described(phase: Between, number: int) -> str:
     """`launch 1 of ring_segment1: kv 0 -> kv 1`, with what it comes after."""
     match phase:
         case Launch():
             what = f"launch {number} of {phase.moves.name}: {_names(phase.reads)} -> {_names(phase.writes)}"
-            return what + (f"  after visit {phase.after - 1}" if phase.after else "")
+            what += f"  after visit {phase.after - 1}" if phase.after else ""
+            opens = f"after visit {phase.opens - 1}" if phase.opens else "at once"
+            return what + (f", opens {opens}" if phase.opens < phase.after else "")
         case Visit():
             words = "" if phase.name is None else f" {phase.name}"
             what = f"visit {number}{words}: {_names(phase.reads)}"

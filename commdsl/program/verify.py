@@ -117,6 +117,12 @@ def _visited(plan: Plan) -> None:
     for phase in between:
         others = len(visits(plan)) - 1 if isinstance(phase, Launch) else len(launches(plan))
         _law(0 <= phase.after <= others, f"it comes after {phase.after} phases, of which there are {others}")
+        if isinstance(phase, Launch):
+            least = 0 if phase.is_split else phase.after
+            _law(
+                least <= phase.opens <= phase.after,
+                f"it opens after {phase.opens} phases, and comes after {phase.after}",
+            )
         if not isinstance(phase, Return):
             _law(all(kept.copy for kept in phase.writes), "what the caller gave is written")
     for launch in launches(plan):

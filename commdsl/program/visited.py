@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from commdsl.ir.products import Part
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.launches import Between, Launch, Return, Visit, touches
-from commdsl.program.memory import Kept, Rights
-from commdsl.program.moves import Moves, Protocol
+from commdsl.program.memory import Kept
+from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
 
 TURNS = 2
@@ -89,13 +89,8 @@ def turns(plan: Plan) -> tuple[int, ...]:
 def _under_way(before: Sequence[Launch], launch: Launch) -> int:
     """How many of the launches before one may still be, as far as it goes for what they touch."""
     last = before[1 - TURNS :]
-    free = (not meets(one, launch.reads, launch.writes) and _is_split(one) for one in reversed(last))
-    return next((at for at, is_free in enumerate(free) if not is_free), len(last)) if _is_split(launch) else 0
-
-
-def _is_split(launch: Launch) -> bool:
-    """Whether it has a beginning and an end: copies to where they belong. Cells are used again from call to call."""
-    return launch.moves.protocol is Protocol.ENGINE and launch.moves.num_cells == 0
+    free = (not meets(one, launch.reads, launch.writes) and one.is_split for one in reversed(last))
+    return next((at for at, is_free in enumerate(free) if not is_free), len(last)) if launch.is_split else 0
 
 
 def meets(launch: Launch, reads: Sequence[Kept], writes: Sequence[Kept]) -> bool:
@@ -112,10 +107,7 @@ def landing(plan: Plan, parts: Sequence[Part] = ()) -> list[Kept]:
     """The copies of buffers that peers put to: they lie in symmetric memory, in this order. Parts of one tensor lie one
     behind another, as products read them.
     """
-    found: dict[Kept, None] = {}
-    for launch in launches(plan):
-        written = (tensor for tensor in launch.moves.tensors if tensor.access is Rights.WRITE)
-        found |= {kept: None for tensor, kept in zip(written, launch.writes, strict=True) if tensor.lands}
+    found = dict.fromkeys(kept for launch in launches(plan) for kept in launch.lands)
     order = {part.name: number for number, part in enumerate(parts)}
     return sorted(found, key=lambda kept: order.get(kept.name, 0))
 

@@ -179,16 +179,19 @@ class DeviceStart:
                     gpu.bind()
                     self._launch()
 
-    def begin(self, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
+    def begin(
+        self, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
+    ) -> Callable[[], None]:
         kernel = self._kernel
         if not isinstance(kernel, EngineKernel):
             assert not told, "no word of a kernel's"
+            between()
             self(changing)
             return nothing
         stream = torch.cuda.current_stream(self._gpu.index)
         with self._ordered(stream):
             self._prepared.point(*changing)
-            rest = kernel.begin(self._prepared, stream.cuda_stream, told)
+            rest = kernel.begin(self._prepared, stream.cuda_stream, told, between)
 
         def end() -> None:
             with torch.cuda.stream(stream), self._ordered(stream):

@@ -28,6 +28,7 @@ from commdsl.program.arguments import arguments
 from commdsl.program.plan import Plan
 from commdsl.runtime.kernel import Prepared
 from commdsl.runtime.phases import TOLD, Copy, Flags, Wave, phases
+from commdsl.runtime.workspace import nothing
 
 DEVICE_TO_DEVICE = 3  # cudaMemcpyKind
 
@@ -60,15 +61,18 @@ _Asked: TypeAlias = tuple[Callable[..., object], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The driver's calls up to the first copies, and the rest; `kept` are the arguments that they point at."""
+    """The driver's calls up to the first copies, those for them, and the rest; `kept` are the arguments that they point
+    at.
+    """
 
+    opening: tuple[_Asked, ...]
     begin: tuple[_Asked, ...]
     rest: tuple[_Asked, ...]
     kept: tuple[object, ...]
 
     @property
     def length(self) -> int:
-        return len(self.begin) + len(self.rest)
+        return len(self.opening) + len(self.begin) + len(self.rest)
 
     def end(self) -> None:
         _play(self.rest)
@@ -103,15 +107,21 @@ class EngineKernel:
             self._ahead, self._copied = copies, cupy.cuda.Event(disable_timing=True)
 
     def launch(self, prepared: Prepared, stream: int) -> None:
-        self._begin(prepared, stream, stream)()
+        self._begin(prepared, (stream, stream))()
 
-    def begin(self, prepared: Prepared, stream: int, told: int = 0) -> Callable[[], None]:
+    def begin(
+        self, prepared: Prepared, stream: int, told: int = 0, between: Callable[[], None] = nothing
+    ) -> Callable[[], None]:
         """Starts a call as far as its first copies, and returns what starts the rest on the same stream. `told`: the
-        address of a word that is raised when the call is over.
+        address of a word that is raised when the call is over; `between`: called before those copies.
         """
-        return self._begin(prepared, stream, self._ahead, told)
+        return self._begin(prepared, (stream, self._ahead), told, between)
 
-    def _begin(self, prepared: Prepared, stream: int, copies: int, told: int = 0) -> Callable[[], None]:
+    def _begin(
+        self, prepared: Prepared, streams: tuple[int, int], told: int = 0, between: Callable[[], None] = nothing
+    ) -> Callable[[], None]:
+        """`streams`: of the call, and of its first copies."""
+        stream, copies = streams
         key = prepared, prepared.arguments.raw, stream, copies, told
         call = self._calls.get(key)
         if call is None:
@@ -121,6 +131,8 @@ class EngineKernel:
                 self._calls.clear()
                 self._kept = call.length
             self._calls[key] = call
+        _play(call.opening)
+        between()
         _play(call.begin)
         return call.end
 
@@ -130,7 +142,7 @@ class EngineKernel:
         bases = (*self._heaps.unpack_from(kept, self._heaps_at), *tensors, *self._landing(kept, tensors))
         script = self._script(prepared, tensors)
         first = next((at for at, step in enumerate(script) if isinstance(step, _Fork)), len(script))
-        begin, rest, turns = list[_Asked](), list[_Asked](), list[object]()
+        rest, turns = list[_Asked](), list[object]()
 
         def flags(step: Flags, word: int) -> _Asked:
             turn = _turn(step, word)
@@ -139,16 +151,17 @@ class EngineKernel:
             where = self._function, 1, 1, 1, prepared.threads, 1, 1, 0, stream, ctypes.addressof(pointers), 0
             return self._driver.launchKernel, where
 
-        for step in script[: first + 1]:
-            begin += self._fork(step, bases, stream, copies) if isinstance(step, _Fork) else [flags(step, 0)]
-            rest += self._join(step, stream, copies) if isinstance(step, _Fork) else ()
+        opening = [flags(step, 0) for step in script[:first] if isinstance(step, Flags)]
+        forks = [step for step in script[first : first + 1] if isinstance(step, _Fork)]
+        begin = [asked for fork in forks for asked in self._fork(fork, bases, stream, copies)]
+        rest += (asked for fork in forks for asked in self._join(fork, stream, copies))
         for step, word in _telling(script[first + 1 :], told):
             if isinstance(step, _Fork):
                 rest += self._fork(step, bases, stream, stream)
                 rest += self._join(step, stream, stream)
             else:
                 rest.append(flags(step, word))
-        return _Call(tuple(begin), tuple(rest), (kept, *turns))
+        return _Call(tuple(opening), tuple(begin), tuple(rest), (kept, *turns))
 
     def _landing(self, packed: ctypes.Array[ctypes.c_char], tensors: Sequence[int]) -> Iterator[int]:
         """By tensor that lands, by rank, where it is: as far behind where all of that rank begin as on this one."""

@@ -32,7 +32,7 @@ from commdsl.runtime.matmul import NOWHERE, Addresses, Matmul, Matrices
 from commdsl.runtime.stamps import Stamps
 from commdsl.runtime.streams import Around, Streams
 from commdsl.runtime.tensors import ALIGNMENT, FLOAT8, element_name, is_deep
-from commdsl.runtime.workspace import Start
+from commdsl.runtime.workspace import Start, nothing
 
 LEFT = 2
 """SMs that the products leave: one for what runs beside, one as clusters have two."""
@@ -187,11 +187,13 @@ class _Words(Around):
         with streams.beside():
             torch.cuda.current_stream().wait_stream(main)  # the words are zero
 
-    def start(self, start: Start, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
+    def start(
+        self, start: Start, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
+    ) -> Callable[[], None]:
         """Its end is told to the kernel."""
         assert not told, "one word is told of it"
         self._started += 1
-        return self._streams.start(start, changing, self._word(self._started - 1))
+        return self._streams.start(start, changing, self._word(self._started - 1), between)
 
     def mark(self, what: Hashable, *, beside: bool) -> None:
         """Launches; the tiles of a product are counted."""
@@ -247,7 +249,7 @@ def _have_turns(plan: Plan) -> bool:
     return (
         len({*sizes}) == 1
         and not any(_is_added(first) for first, *_ in turns)
-        and all(launch.after in ends for launch in launches(plan))
+        and all({launch.opens, launch.after} <= ends for launch in launches(plan))
     )
 
 

@@ -144,8 +144,11 @@ class HostStart:
         assert self._prepared.launch is not None
         return self._prepared.launch
 
-    def begin(self, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
+    def begin(
+        self, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
+    ) -> Callable[[], None]:
         assert not told, "no word of a GPU's"
+        between()
         self(changing)
         return nothing
 

@@ -21,7 +21,7 @@ from commdsl.program.sizes import Launch
 from commdsl.program.stamps import INTERVAL, Layout, Task, alone, layout, together
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.streams import Around, Streams
-from commdsl.runtime.workspace import Start, Workspace
+from commdsl.runtime.workspace import Start, Workspace, nothing
 
 WORDS = INTERVAL.itemsize // 8
 BEGIN, READY, END = range(3)  # of an interval
@@ -112,8 +112,10 @@ class StampedStart:
     def __call__(self, changing: Sequence[int]) -> None:
         self._start((self._room(), *changing))
 
-    def begin(self, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
-        return self._start.begin((self._room(), *changing), told)
+    def begin(
+        self, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
+    ) -> Callable[[], None]:
+        return self._start.begin((self._room(), *changing), told, between)
 
     def _room(self) -> int:
         self.stamps = self._begin()
@@ -139,9 +141,22 @@ class StampedStreams(Around):
         self._last: torch.Tensor | None = None  # of those, the room of the last copy
         self._started = 0  # launches
 
-    def start(self, start: Start, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
+    def start(
+        self, start: Start, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
+    ) -> Callable[[], None]:
+        """Ready where its first kernel says so, or behind that where it waits for a product."""
+        room = self._launched[self._started]
+
+        def waited() -> None:
+            between()
+            if len(room) == 1:
+                with self.beside():
+                    self._stamps.mark(room, READY)
+
+        then = nothing if between is nothing else waited
+        rest = self._streams.start(start, (room.data_ptr(), *changing), told, then)
         self._started += 1
-        return self._streams.start(start, (self._launched[self._started - 1].data_ptr(), *changing), told)
+        return rest
 
     def wait(self, what: Hashable, *, beside: bool) -> None:
         """Beside the caller's stream it is the next launch that waits."""

@@ -23,9 +23,11 @@ class Streams(Protocol):
         """In it, launches go on the stream beside the caller's."""
         ...
 
-    def start(self, start: Start, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
-        """Starts a launch on the stream beside, and returns what starts its rest: others may begin before that. `told`:
-        as `Start.begin` takes it.
+    def start(
+        self, start: Start, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
+    ) -> Callable[[], None]:
+        """Starts a launch on the stream beside, and returns what starts its rest: others may begin before that. `told`,
+        `between`: as `Start.begin` takes them.
         """
         ...
 
@@ -63,8 +65,10 @@ class Around:
     def beside(self) -> AbstractContextManager[Any]:
         return self._streams.beside()
 
-    def start(self, start: Start, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
-        return self._streams.start(start, changing, told)
+    def start(
+        self, start: Start, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
+    ) -> Callable[[], None]:
+        return self._streams.start(start, changing, told, between)
 
     def mark(self, what: Hashable, *, beside: bool) -> None:
         self._streams.mark(what, beside=beside)
@@ -91,8 +95,11 @@ class OneStream:
     def beside(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
-    def start(self, start: Start, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
+    def start(
+        self, start: Start, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
+    ) -> Callable[[], None]:
         assert not told, "no word of a GPU's"
+        between()
         start(changing)
         return nothing
 
@@ -130,9 +137,11 @@ class TwoStreams:
     def beside(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._side)
 
-    def start(self, start: Start, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
+    def start(
+        self, start: Start, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
+    ) -> Callable[[], None]:
         with self.beside():
-            return start.begin(changing, told)
+            return start.begin(changing, told, between)
 
     def mark(self, what: Hashable, *, beside: bool) -> None:
         event = self._events[what] = torch.cuda.Event()

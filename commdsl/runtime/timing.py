@@ -131,9 +131,12 @@ class _Timed(Around):
     def beside(self) -> AbstractContextManager[Any]:
         return self._beside()
 
-    def start(self, start: Start, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
+    def start(
+        self, start: Start, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
+    ) -> Callable[[], None]:
         """Whole, so that what it takes is one span."""
         assert not told, "it is beside a function of the caller's"
+        between()
         with self.beside():
             start(changing)
         return nothing

@@ -227,9 +227,11 @@ class Visiting:
         return before
 
     def _wait(self, streams: Streams, phase: Between) -> None:
-        if phase.after:
-            of_launch = not isinstance(phase, Launch)
-            streams.wait((of_launch, phase.after - 1), beside=not of_launch)
+        """A launch for what it needs to open."""
+        is_launch = isinstance(phase, Launch)
+        after = phase.opens if isinstance(phase, Launch) else phase.after
+        if after:
+            streams.wait((not is_launch, after - 1), beside=is_launch)
 
     def _launch(
         self, streams: Streams, number: int, phase: Launch, held: Mapping[Kept, torch.Tensor], landing: Sequence[int]
@@ -238,9 +240,11 @@ class Visiting:
         if not self._launched:
             return nothing
         first = (landing or (0,) * phase.moves.num_ranks) if phase.moves.lands else ()
-        return streams.start(
-            self._launched[number], [*first, *(held[kept].data_ptr() for kept in self._operands[number])]
-        )
+        changing = [*first, *(held[kept].data_ptr() for kept in self._operands[number])]
+        if phase.opens == phase.after:
+            return streams.start(self._launched[number], changing)
+        made = False, phase.after - 1
+        return streams.start(self._launched[number], changing, between=lambda: streams.wait(made, beside=True))
 
     def _visit(
         self,
@@ -363,8 +367,10 @@ def _kept(phase: object) -> tuple[Kept, ...]:
 
 def _awaited(plan: Plan) -> list[tuple[bool, int]]:
     """Whether it is a launch, and its number: of all that the other stream waits for."""
-    found = (phase for phase in plan.phases if isinstance(phase, Launch | Visit | Return) and phase.after)
-    return [(not isinstance(phase, Launch), phase.after - 1) for phase in found]
+    found = [phase for phase in plan.phases if isinstance(phase, Launch | Visit | Return)]
+    waits = [(not isinstance(phase, Launch), phase.after) for phase in found]
+    waits += [(False, phase.opens) for phase in found if isinstance(phase, Launch)]
+    return [(of_launch, after - 1) for of_launch, after in waits if after]
 
 
 def _made(launch: Launch) -> Made:

@@ -39,6 +39,10 @@ class Reach:
     pe: Sequence[int]  # by rank its number in NVSHMEM
 
 
+def nothing() -> None:
+    """What a call has not to do."""
+
+
 class Start(Protocol):
     """Starts calls of one kernel, given what changes from call to call: the addresses of a Plan's tensors; of a stamped
     Plan before them that of its time stamps.
@@ -54,16 +58,15 @@ class Start(Protocol):
 
     def __call__(self, changing: Sequence[int]) -> None: ...
 
-    def begin(self, changing: Sequence[int], told: int = 0) -> Callable[[], None]:
+    def begin(
+        self, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
+    ) -> Callable[[], None]:
         """Starts a call as far as its first copies, and returns what starts the rest: on the same stream what calls of
         other workspaces have may come between. `told`: a word on the GPU to raise when the call is over, where the copy
-        engine moves.
+        engine moves; `between` has the stream wait for what the copies read, as soon as peers are told what they may
+        write.
         """
         ...
-
-
-def nothing() -> None:
-    """The rest of a call that has none."""
 
 
 class Workspace:

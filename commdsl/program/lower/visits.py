@@ -8,7 +8,8 @@ one travels. Written where it is, is only what no visit touches, what comes piec
 of it is there, and a sum to which others of another type are added. What the caller's function reads and writes stays
 where it is, and so does what it writes anew until a launch reads that; the caller's tensors are never written. A launch
 and a visit wait for the last phase of the other stream that touches the same copy, where one of them writes, unless the
-phase before them has waited for it.
+phase before them has waited for it. What the copy engine puts to where it belongs a launch opens first, behind those
+alone that touch that: ranks have told each other what is free by the time that there is something to put.
 
 Where `landing` is tuned to `place` peers put straight into the copies of what visits, within the owner's launch. What
 they put and visits nobody lands in the copy that has visited, where that is free until it is read: launches go one
@@ -26,12 +27,13 @@ from commdsl.ir.schedules import Buffer, Schedule, Tuning, Yield
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import GIVEN, RETURNED, BufferKind, MoveKind
 from commdsl.program.agree import none_heard
-from commdsl.program.launches import Launch, Return, Visit, touches
+from commdsl.program.launches import Launch, Return, Visit, opening, touches
 from commdsl.program.lower import SYMMETRIC_BYTES, lower_moves
 from commdsl.program.lower.segments import Part, Segment, parts
 from commdsl.program.memory import Kept, Transport
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan, Role
+from commdsl.program.touches import Touch
 
 COMBINING = Tuning(protocol="bulk", sms=16)
 """Of a launch that combines where the copy engine is asked for, and of one that adds to sums of another type where no
@@ -107,9 +109,11 @@ class _Walk:
         here -= self.lent.keys()
         written = segment.names(*RETURNED)
         writes = tuple(self.at[one] if one in here else self._other(self.lent.get(one, one)) for one in written)
-        made = Launch(moves, reads, writes, self.turn, 0)
+        made = Launch(moves, reads, writes, self.turn, 0, 0)
         least = len(self.caller) if is_alone and moves.is_within else 0
-        self.comm.append(replace(made, after=self._after(made, least)))
+        opens = self._after(made, opening(made)) if made.is_split else 0
+        after = self._after(made, touches(made), least) or opens
+        self.comm.append(replace(made, after=after, opens=opens if made.is_split else after))
         self._note(made, written)
 
     def visit(self, step: Yield) -> None:
@@ -117,14 +121,14 @@ class _Walk:
         reads = tuple(self.at[names[one]] for one in step.reads)
         writes = tuple(self._own(names[one]) if one in step.reads else self._anew(names[one]) for one in step.writes)
         made = Visit(step.name, reads, writes, self.turn, 0, step)
-        self.caller.append(replace(made, after=self._after(made)))
+        self.caller.append(replace(made, after=self._after(made, touches(made))))
         self._note(made, [names[one] for one in step.writes])
 
     def end(self) -> None:
         results = (b.name for b in self.schedule.buffers if b.kind in RETURNED)
         reads = tuple(self.at[name] for name in results if name in self.at)
         made = Return(reads, tuple(self.seen), self.turn, 0)
-        self.caller.append(replace(made, after=self._after(made)))
+        self.caller.append(replace(made, after=self._after(made, touches(made))))
 
     def _has_own(self, name: str) -> bool:
         """Whether it is in a copy that is not the caller's."""
@@ -156,14 +160,14 @@ class _Walk:
             raise InternalError(f"nothing says how long a block of `{buffer.name}` is, yet it passed the checks")
         return Kept(buffer.name, buffer.blocks, copy, unit)
 
-    def _after(self, phase: Launch | Visit | Return, least: int = 0) -> int:
-        """How many phases of the other stream it waits for, `least` of them whatever they touch; 0 where the phase
-        before has.
+    def _after(self, phase: Launch | Visit | Return, touched: Sequence[Touch], least: int = 0) -> int:
+        """How many phases of the other stream it waits for before it touches this, `least` of them whatever they touch;
+        0 where it has, or the phase before.
         """
         launches = isinstance(phase, Launch)
         other = int(not launches)
         needed = least
-        for touch in touches(phase):
+        for touch in touched:
             assert isinstance(touch.memory, Kept)
             needed = max(needed, self.written[other].get(touch.memory, 0))
             if touch.writes:

@@ -24,7 +24,7 @@ from commdsl.ir.classes import Unit, units
 from commdsl.ir.held import handed
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic
-from commdsl.program.launches import Between, Launch, Return, Visit, touches
+from commdsl.program.launches import Between, Launch, Return, Visit, opening, touches
 from commdsl.program.memory import Kept, Rights
 from commdsl.program.phases import Actor, Ranks
 from commdsl.program.plan import Plan
@@ -48,25 +48,35 @@ def order_of_visits(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def steps(plan: Plan) -> tuple[Step, ...]:
-    """A call of one rank: what its caller had written before, then all phases by their turns."""
+    """A call of one rank: what its caller had written before, then all phases by their turns. Where a launch opens
+    before it goes on, peers may write from there.
+    """
     phases: list[tuple[int, Between]] = [*enumerate(launches(plan)), *enumerate(visits(plan))]
     phases.sort(key=lambda phase: phase[1].turn)
     every = dict.fromkeys(touch.memory for _, phase in phases for touch in touches(phase))
     before = tuple(Touch(memory, Ranks.OWN, True, -1) for memory in every)
-    return (Step("prepare", Actor.CALLER, before, tells=Ranks.OWN, given=True), *(_step(*phase) for phase in phases))
+    made = (step for phase in phases for step in _steps(*phase))
+    return Step("prepare", Actor.CALLER, before, tells=Ranks.OWN, given=True), *made
 
 
-def _step(number: int, phase: Between) -> Step:
-    by = Actor.LANES if isinstance(phase, Launch) else Actor.CALLER
-    wait = None
-    if isinstance(phase, Launch) and number == phase.after == 0:
-        wait = Wait("prepare", Actor.CALLER, Ranks.OWN)  # the stream beside the caller's begins where that is
-    elif phase.after:
-        what, who = ("visit", Actor.CALLER) if isinstance(phase, Launch) else ("launch", Actor.LANES)
-        wait = Wait(f"{what} {phase.after - 1}", who, Ranks.OWN)
-    name = f"{'launch' if isinstance(phase, Launch) else 'visit'} {number}"
-    waits_for_sms = isinstance(phase, Launch) and phase.moves.is_within  # whatever it touches
-    return Step(name, by, touches(phase), wait, Ranks.OWN, given=waits_for_sms or number == phase.after == 0)
+def _steps(number: int, phase: Between) -> Iterator[Step]:
+    if not isinstance(phase, Launch):
+        wait = Wait(f"launch {phase.after - 1}", Actor.LANES, Ranks.OWN) if phase.after else None
+        yield Step(f"visit {number}", Actor.CALLER, touches(phase), wait, Ranks.OWN, given=number == phase.after == 0)
+        return
+    if phase.opens < phase.after:
+        wait, is_first = _of_launch(number, phase.opens)
+        yield Step(f"opening {number}", Actor.LANES, opening(phase), wait, Ranks.OWN, given=is_first)
+    wait, is_first = _of_launch(number, phase.after)
+    waits_for_sms = phase.moves.is_within  # whatever it touches
+    yield Step(f"launch {number}", Actor.LANES, touches(phase), wait, Ranks.OWN, given=waits_for_sms or is_first)
+
+
+def _of_launch(number: int, after: int) -> tuple[Wait | None, bool]:
+    """What it waits for, so many phases of the caller's; and whether that is where the stream beside begins."""
+    if number == after == 0:
+        return Wait("prepare", Actor.CALLER, Ranks.OWN), True
+    return (Wait(f"visit {after - 1}", Actor.CALLER, Ranks.OWN) if after else None), False
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
