@@ -277,6 +277,42 @@ def test_places() -> None:
         pool.empty([1], [like], goes=False, keep=False)
 
 
+def test_results_are_of_no_mode() -> None:
+    """What is taken after results of inference may get a gradient; what was done to a result before is not known."""
+    memory = torch.zeros(256, dtype=torch.uint8)
+    pool, like = Pool("p", memory.data_ptr(), (256, 0), 1), torch.zeros(1, 2)
+    with torch.inference_mode():
+        pool.empty([4], [like], goes=True, keep=False)[0].fill_(3)
+    (found,) = pool.empty([4], [like], goes=True, keep=False)
+
+    assert found._version == 0
+    assert (found.requires_grad_() * found).sum().backward() is None
+    assert found.grad is not None
+
+
+@pytest.mark.parametrize("put", PUTS)
+def test_a_call_is_judged_once(put: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are looked up for a call that differs from the last one with its Route, and for no other."""
+    case = one_case(1)
+
+    def work(rank: Rank) -> None:
+        sender, route = rank.sender([case], put, results=6), rank.route(case)
+        tensors, asked = rank.tensors((route.rows,)), []
+        there = sender.dispatch_qkv(*tensors, route)
+        tables = sender.tables
+        monkeypatch.setattr(sender, "tables", lambda *given: asked.append(given[1]) or tables(*given))
+        again = sender.dispatch_qkv(*(one.clone().requires_grad_() for one in tensors), route)
+
+        assert not asked
+        assert all(map(torch.equal, again, there))
+        sender.dispatch_qkv(*tensors, route, padded=True)
+        sender.dispatch_qkv(*(one.view(torch.int32) for one in tensors), route)
+        sender.dispatch_qkv(*tensors, rank.route(case))
+        assert asked == [Way.ALL] * 3
+
+    on_ranks(1, work)
+
+
 @pytest.mark.parametrize("put", PUTS)
 def test_strides_of_one_row(put: str) -> None:
     """A tensor of one row, or none, is contiguous whatever its strides; its results are, as any others."""
@@ -507,7 +543,11 @@ def test_tensors() -> None:
     def work(rank: Rank) -> None:
         sender, route = rank.sender([case], "packed"), rank.route(case)
         q, k, v = rank.tensors((route.rows,))
+        sender.collect_qkv(*sender.dispatch_qkv(q, k, v, route), route)
+        sender.dispatch(q, route)  # what went well before goes well again, and nothing else
         refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+            (TensorError, "sparse", lambda: sender.dispatch(q.to_sparse(), route)),
+            (TensorError, "nested", lambda: sender.dispatch(torch.nested.nested_tensor([q]), route)),
             (TensorError, "not contiguous", lambda: sender.dispatch(q.transpose(1, 2), route)),
             (TensorError, "not contiguous", lambda: sender.dispatch_qkv(q, k[:, :2], v, route)),
             (TensorError, f"expected {route.rows} rows", lambda: sender.dispatch(q[1:], route)),

@@ -11,6 +11,7 @@ Importing this imports nothing else; each name below loads what it needs when it
     simulate      what it means: the oracle of the kernels
     route         Metadata of all ranks -> the tables of one, on its device
     limits        the most that any call moves -> symmetric memory
+    repeats       a call -> the same call again, without what need not be asked twice
     untraced      what `torch.compile` does not look into
     launcher      one rank's end of a dispatch
     attended      the attention of received rows, by the kernels of `commdsl.attention`

@@ -16,6 +16,7 @@ from commdsl.dispatch.attended import check
 from commdsl.dispatch.attended import register as register_attention
 from commdsl.dispatch.launcher import Launcher, known
 from commdsl.dispatch.limits import Limits
+from commdsl.dispatch.repeats import Asked, Repeat
 from commdsl.dispatch.route import Route, Way, checked
 from commdsl.runtime import given, groups
 from commdsl.runtime.eager import skips_dispatcher
@@ -100,7 +101,7 @@ class Dispatcher(Launcher):
         """
         tensors, route = (q, k) if v is None else (q, k, v), checked(route)
         rows = (self.limits.queries, self.limits.keys) if padded else (route.queries, route.keys)
-        return self._move(tensors, route, Way.ALL, rows, route.rows, padded)
+        return self._move(tensors, route, Way.ALL, rows, (route.rows, route.rows), padded)
 
     def collect_qkv(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, route: Route, *, padded: bool = False
@@ -119,7 +120,7 @@ class Dispatcher(Launcher):
     def dispatch(self, x: torch.Tensor, route: Route, *, padded: bool = False) -> torch.Tensor:
         """Rows of x to the ranks of `route`'s queries: (route.rows, ...) to (route.queries, ...)."""
         rows = self.limits.queries if padded else checked(route).queries
-        return self._move((x,), route, Way.QUERIES, (rows, 0), route.rows, padded)[0]
+        return self._move((x,), route, Way.QUERIES, (rows, 0), (route.rows, 0), padded)[0]
 
     def collect(self, x: torch.Tensor, route: Route, *, padded: bool = False) -> torch.Tensor:
         """The way back of `dispatch`: (route.queries, ...) to (route.rows, ...). The copies of a row are summed as in
@@ -134,41 +135,56 @@ class Dispatcher(Launcher):
         route: Route,
         way: Way,
         rows: tuple[int, int],
-        expected: int | tuple[int, int],
+        expected: tuple[int, int],
         padded: bool,
     ) -> tuple[torch.Tensor, ...]:
-        asked = expected if isinstance(expected, tuple) else (expected, expected)
+        asked = rows, expected, padded
+        if not skips_dispatcher(tensors, but_gradients=True):
+            there, back, counts = self._judged(tensors, route, way, asked)
+            return tuple(
+                torch.ops.commdsl.move_rows(list(tensors), there, back, counts, way.value, False, padded, self.name)
+            )
+        name = self.name, way.value
+        found = route.repeats.get(name)
+        if found is None or not found.serves(asked, tensors):
+            there, back, counts = self._judged(tensors, route, way, asked)
+            found = Repeat(asked, tensors[0].device, there, back, self.call(tensors, counts, way))
+            route.repeats[name] = found
+        if torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in tensors]:
+            apply: Any = _Moved.apply  # torch does not type it
+            return tuple(apply(self, found, way, *tensors))
+        return tuple(self.again(found.call, tensors, found.there, way))
+
+    def _judged(
+        self, tensors: tuple[torch.Tensor, ...], route: Route, way: Way, asked: Asked
+    ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """The tables of a call and of its way back, and rows of its results by tensor, once the tensors may go."""
+        rows, expected, padded = asked
         most = (self.limits.queries, self.limits.keys) if not way.goes else (self.limits.rows, self.limits.rows)
         for tensor in tensors:
             given.tensor("a dispatch", tensor)
         there, back = self.tables(route, way, tensors)
         others = len(tensors) - 1
-        for tensor, least, room in zip(tensors, _each(asked, others), _each(most, others), strict=True):
+        for tensor, least, room in zip(tensors, _each(expected, others), _each(most, others), strict=True):
             _check(tensor, least, room if padded else None, self.device)
-        counts = _each(rows, others)
-        if skips_dispatcher(tensors):
-            return tuple(self.launch(tensors, there, counts, way, clear=False))
-        if skips_dispatcher(tensors, but_gradients=True):
-            apply: Any = _Moved.apply  # torch does not type it
-            return tuple(apply(self, there, back, counts, way, padded, *tensors))
-        return tuple(
-            torch.ops.commdsl.move_rows(list(tensors), there, back, counts, way.value, False, padded, self.name)
-        )
+        return there, back, _each(rows, others)
 
 
 class _Moved(torch.autograd.Function):
     """The op and its gradient, where autograd is all that looks at a call: torch's dispatcher costs more than that."""
 
     @staticmethod
-    def forward(ctx: Any, dispatcher: Launcher, *rest: Any) -> tuple[torch.Tensor, ...]:
-        there, back, counts, way, padded, *tensors = rest
-        made = dispatcher.launch(tensors, there, counts, way, clear=False)
-        _setup(ctx, (tensors, there, back, counts, way.value, False, padded, dispatcher.name), made)
+    def forward(
+        ctx: Any, dispatcher: Launcher, found: Repeat, way: Way, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        made = dispatcher.again(found.call, tensors, found.there, way)
+        padded = found.asked[2]
+        _setup(ctx, (tensors, found.there, found.back, (), way.value, False, padded, dispatcher.name), made)
         return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return (*(None,) * 6, *_backward(ctx, gradients)[0])
+        return (*(None,) * 3, *_backward(ctx, gradients)[0])
 
 
 def _each(rows: tuple[int, int], others: int) -> list[int]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
 from commdsl.dispatch.errors import DispatchError, RowError
 from commdsl.dispatch.limits import Limits, names_of
+from commdsl.dispatch.repeats import Call, Shapes
 from commdsl.dispatch.route import Form, Pair, Route, Way, checked
 from commdsl.ir.dispatches import BY_QUERY, BY_SOURCE, Dispatch
 from commdsl.program.timeouts import BAD_TILE, ErrorRecord, complaint
@@ -25,11 +26,12 @@ from commdsl.runtime.errors import TensorError
 from commdsl.runtime.given import Patience
 from commdsl.runtime.launches import ROW_BYTES, Arguments, Launches, default_device
 from commdsl.runtime.load import Kernels, Where, definition
-from commdsl.runtime.pool import Results, results_of, row_bytes
+from commdsl.runtime.pool import results_of, row_bytes
 from commdsl.runtime.program import Definition, RoutedProgram, routed_program
 from commdsl.runtime.workspace import Start
 
 SUMMED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
 CHANGING: Arguments = {
     "table": 0,
     **dict.fromkeys(("inputs", "outputs", "row_bytes", "input_rows", "output_rows"), ()),
@@ -39,20 +41,7 @@ CHANGING: Arguments = {
 }
 """The arguments that come with each call."""
 
-
-Shapes: TypeAlias = tuple[list[int], list[tuple[torch.Size, torch.dtype]]]
-"""Rows of the results, and what the inputs are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What calls on tensors of the same shapes have in common."""
-
-    shapes: Shapes
-    results: Results
-    start: Start
-    pad: tuple[int, ...]  # for tensors that a call does not have
-    words: tuple[int, ...]  # arguments behind the addresses
+_address = torch.Tensor.data_ptr
 
 
 class Launcher:
@@ -160,22 +149,13 @@ class Launcher:
         self, inputs: Sequence[torch.Tensor], table: torch.Tensor, rows: Sequence[int], way: Way, *, clear: bool
     ) -> list[torch.Tensor]:
         """One call: new tensors of `rows` rows each. With `clear` what the table leaves out is zero."""
-        comm = self._comm
-        comm.refuse_if_broken()
-        comm.check()
-        if comm.compares:
-            comm.compare(f"`{self.plan.name}` for {way.value}")
-        if self._launches.is_closed:
-            raise DispatchError(f"`{self.plan.name}` was released")
-        call = self._call(inputs, rows, way)
-        outputs, lands = self._new(call, inputs, way.goes)
-        if clear:
-            for output in outputs:
-                output.zero_()
-        self._last = table.data_ptr()
-        given, made = [tensor.data_ptr() for tensor in inputs], [output.data_ptr() for output in outputs]
-        call.start((self._last, *given, *call.pad, *made, *call.pad, *call.words))
-        return [output.clone() for output in outputs] if lands else outputs
+        self._refuse(way)
+        return self._make(self.call(inputs, rows, way), inputs, table, clear=clear)
+
+    def again(self, call: Call, inputs: Sequence[torch.Tensor], table: torch.Tensor, way: Way) -> list[torch.Tensor]:
+        """One call more, on tensors like those that it was worked out for."""
+        self._refuse(way)
+        return self._make(call, inputs, table, clear=False)
 
     def release(self) -> None:
         """Collective: gives back the symmetric memory, of results that are still held when these are let go."""
@@ -194,6 +174,29 @@ class Launcher:
         return RowError(complaint(record, place))
 
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _refuse(self, way: Way) -> None:
+        """Raises where no call can be made now, or ranks are about to make different ones."""
+        comm = self._comm
+        comm.refuse_if_broken()
+        comm.check()
+        if comm.compares:
+            comm.compare(f"`{self.plan.name}` for {way.value}")
+        if self._launches.is_closed:
+            raise DispatchError(f"`{self.plan.name}` was released")
+
+    def _make(
+        self, call: Call, inputs: Sequence[torch.Tensor], table: torch.Tensor, *, clear: bool
+    ) -> list[torch.Tensor]:
+        outputs, lands = self._new(call, inputs)
+        if clear:
+            for output in outputs:
+                output.zero_()
+        self._last = table.data_ptr()
+        call.start(
+            (self._last, *map(_address, inputs), *call.pad, *map(_address, outputs), *call.pad, *call.words),
+        )
+        return [output.clone() for output in outputs] if lands else outputs
 
     def make(self, route: Route, way: Way, widths: tuple[int, ...]) -> Pair:
         """The tables of a call and of its way back, once the Route is admitted."""
@@ -219,7 +222,8 @@ class Launcher:
     def _form(self, way: Way, widths: tuple[int, ...]) -> Form:
         return Form(way, widths, self._is_packed, self.plan.tile_bytes)
 
-    def _call(self, inputs: Sequence[torch.Tensor], rows: Sequence[int], way: Way) -> Call:
+    def call(self, inputs: Sequence[torch.Tensor], rows: Sequence[int], way: Way) -> Call:
+        """What calls on such tensors have in common, results of `rows` rows each."""
         shapes = list(rows), [(tensor.shape, tensor.dtype) for tensor in inputs]
         found = self._calls.get(way)
         if found is None or found.shapes != shapes:
@@ -236,20 +240,22 @@ class Launcher:
         moved = sum(max(pair) * max(width, ROW_BYTES) for width, *pair in zip(widths, here, there, strict=True))
         words = (*widths, *pad, *here, *pad, *there, *pad)
         last = self._digests[dtype], self._comm.rank, self._launches.lanes(moved)
-        return Call(shapes, results, start, pad, (*words, *last))
+        return Call(way.goes, shapes, results, start, pad, (*words, *last))
 
     def _judge_back(self, num_tensors: int) -> None:
         for name in names_of(self.plan)[:num_tensors]:
             if name not in self._returning:
                 raise DispatchError(f"`{self.plan.name}` has no way back for `{name}`: write `back {name} by sum`")
 
-    def _new(self, call: Call, like: Sequence[torch.Tensor], goes: bool) -> tuple[list[torch.Tensor], bool]:
+    def _new(self, call: Call, like: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
         """Tensors for the results of a call, and whether these only land there: the next call's may, too."""
         if self._is_packed:
             return [tensor.new_empty(one.shape) for tensor, one in zip(like, call.results, strict=True)], False
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        found = self._pool.take(call.results, like, goes=goes, keep=capturing)
-        return (self._landing.look(call.shapes[0], like, goes=goes), True) if found is None else (found, False)
+        found = self._pool.take(call.results, like, goes=call.goes, keep=capturing)
+        if found is not None:
+            return found, False
+        return self._landing.look(call.results, like, goes=call.goes), True
 
     def _start(self, dtype: str) -> Start:
         found = self._starts.get(dtype)

@@ -20,6 +20,7 @@ import torch
 from commdsl.dispatch import form, layout
 from commdsl.dispatch.errors import DispatchError
 from commdsl.dispatch.metadata import AttentionLayout, Metadata
+from commdsl.dispatch.repeats import Repeat
 from commdsl.dispatch.spans import Seen, Spans, seen_by, seen_in
 from commdsl.dispatch.validator import validate
 from commdsl.ir.plans import DispatchPlan, Routing
@@ -214,6 +215,8 @@ class Route:
         self._count(numbers)
         self.ready: dict[tuple[str, str, tuple[int, ...]], Pair] = {}
         """By Dispatcher, Way and widths: what a call looks up."""
+        self.repeats: dict[tuple[str, str], Repeat] = {}
+        """By Dispatcher and Way: the last call."""
         self._tables: dict[Form, _Table] = {}
         self._lock = threading.Lock()  # of the tables
 

@@ -21,7 +21,7 @@ from commdsl.program.phases import FillByKey
 from commdsl.program.plan import Plan
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.launches import Arguments, Launches
-from commdsl.runtime.pool import Pool, aligned, row_bytes
+from commdsl.runtime.pool import Pool, aligned, results_of, row_bytes
 from commdsl.runtime.workspace import Explain, Start
 
 Tensors = tuple[torch.Tensor, ...]
@@ -150,7 +150,7 @@ class WayThere:
         keys = torch.empty((0, self._known.limits.keys), dtype=torch.int32, device=like[0].device)
         names, like = [rows.name for rows in self.push.to[len(self.push.rows) :]], self._arriving(like)
         arriving = (*like, *(self._like(name, keys) for name in names))
-        found = self.pool.look(self._counts(arriving), arriving, goes=True)
+        found = self.pool.look(results_of(self._counts(arriving), arriving), arriving, goes=True)
         return dict(zip((*map(str, range(len(like))), *names), found, strict=True))
 
     def _counts(self, arriving: Tensors) -> list[int]:

@@ -6,18 +6,20 @@ enqueued, as in torch's own allocator. Does not grow. Ranks need not take the sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from commdsl.runtime.errors import DispatchError
 from commdsl.runtime.tensors import contiguous_strides
 
 ALIGNMENT = 256
+
+_uses_of: Callable[[int], int] = torch._C._storage_Use_Count
+"""How many hold a storage: tensors, and whoever asked one for its storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class Result:
     strides: tuple[int, ...]
     at: int  # bytes, as the next
     nbytes: int
+    dtype: torch.dtype
 
 
 Results: TypeAlias = tuple[Result, ...]
@@ -39,22 +42,42 @@ def results_of(rows: Sequence[int], like: Sequence[torch.Tensor]) -> Results:
     for count, tensor in zip(rows, like, strict=True):
         # Strides of `like` may be any where it has no row, or one.
         shape = (count, *tensor.shape[1:])
-        found.append(Result(shape, contiguous_strides(shape), at, count * row_bytes(tensor)))
+        found.append(Result(shape, contiguous_strides(shape), at, count * row_bytes(tensor), tensor.dtype))
         at += aligned(found[-1].nbytes)
     return tuple(found)
 
 
 class Place:
-    """Memory for the results of one call."""
+    """Memory for the results of one call. It keeps a tensor of its own for each: the results of the next call of that
+    form are tensors of the same storages, and are let go when these have no more uses than the place itself.
+    """
 
     def __init__(self, address: int) -> None:
         self.address = address
         self.is_kept = False
-        self.results: list[StorageWeakRef] = []
+        self.form: Results = ()
+        self._own: list[torch.Tensor] = []
+        self._storages: list[int] = []  # their handles
+        self._uses: list[int] = []  # and how many uses each has when nobody holds the result
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody holds a result."""
+        return [*map(_uses_of, self._storages)] != self._uses
 
     @property
     def is_free(self) -> bool:
-        return not self.is_kept and all(result.expired() for result in self.results)
+        return not self.is_kept and not self.is_held
+
+    def shape(self, form: Results, own: list[torch.Tensor]) -> None:
+        """The results are of that form from now on, in the memory of these tensors, which nobody else has."""
+        self.form, self._own = form, own
+        self._storages = [one.untyped_storage()._cdata for one in own]
+        self._uses = [*map(_uses_of, self._storages)]
+
+    def results(self) -> list[torch.Tensor]:
+        """New tensors, each with a version of its own."""
+        return [one.data for one in self._own]
 
 
 class Pool:
@@ -91,14 +114,15 @@ class Pool:
     def _taken(
         self, place: Place, results: Results, like: Sequence[torch.Tensor], *, goes: bool, keep: bool
     ) -> list[torch.Tensor]:
-        found = self._at(place, results, like, goes=goes)
-        place.results = [StorageWeakRef(one.untyped_storage()) for one in found]
+        if place.form != results:
+            with torch.inference_mode(mode=False):  # what is taken later may need a gradient
+                place.shape(results, self._at(place, results, like, goes=goes))
         place.is_kept = keep
-        return found
+        return place.results()
 
-    def look(self, rows: Sequence[int], like: Sequence[torch.Tensor], *, goes: bool) -> list[torch.Tensor]:
-        """What `empty` will return next, without taking it."""
-        return self._at(self._free(goes), results_of(rows, like), like, goes=goes)
+    def look(self, results: Results, like: Sequence[torch.Tensor], *, goes: bool) -> list[torch.Tensor]:
+        """What `take` will return next, without taking it."""
+        return self._at(self._free(goes), results, like, goes=goes)
 
     def _at(self, place: Place, results: Results, like: Sequence[torch.Tensor], *, goes: bool) -> list[torch.Tensor]:
         most = self._sizes[not goes]
@@ -118,7 +142,7 @@ class Pool:
     @property
     def is_held(self) -> bool:
         """Whether somebody holds a result."""
-        return any(not one.expired() for places in self._places for place in places for one in place.results)
+        return any(place.is_held for places in self._places for place in places)
 
     @property
     def is_idle(self) -> bool:
