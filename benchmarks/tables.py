@@ -39,6 +39,9 @@ from benchmarks.report import Kind, markdown, number
 BLOCK = re.compile(r"(<!-- measured: (\w+)((?: \w+)+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Line = Mapping[str, str]
 
+PUSH = "push to"
+"""How what `link` has threads store to peers is named."""
+
 
 class TableError(ValueError):
     """A README that asks for a table that there is not."""
@@ -98,13 +101,14 @@ def dispatches(found: Record) -> str:
     for line in found.lines:
         rows.setdefault((line["way"], int(line["rows"]), int(line["shard"])), []).append(line)
     header = ["way", "rows a rank", "shard", "MB", "put rows", "put packed", "NCCL", "limit"]
-    header += ["of NCCL's time", "of the limit's rate", "GB/s"]
+    header += ["of NCCL's time", "of the limit's rate", "of stores' rate", "GB/s"]
     return markdown(header, [_dispatch(*key, lines) for key, lines in rows.items()])
 
 
 def _dispatch(way: str, rows: int, shard: int, lines: Sequence[Line]) -> list[str]:
     put, packed = (_least(line for line in lines if line["contender"].startswith(how)) for how in ("rows", "packed"))
     nccl, limit = (_least(line for line in lines if line["kind"] == kind) for kind in (Kind.PEER, Kind.LIMIT))
+    stores = _least(line for line in lines if line["contender"].startswith(PUSH))
     ours = min((one for one in (put, packed) if one is not None), default=None)
     to_nccl = ours / nccl if ours and nccl else None
     share = limit / ours if ours and limit else None
@@ -121,6 +125,7 @@ def _dispatch(way: str, rows: int, shard: int, lines: Sequence[Line]) -> list[st
         number(limit),
         ("*" if to_nccl and to_nccl > MOST_OF_NCCL else "") + number(to_nccl, 2),
         ("*" if share and share < LEAST_RATE and rows >= LIMIT_FROM_ROWS else "") + number(share, 2),
+        number(stores / ours if stores and ours else None, 2),
         number(nbytes / ours / 1000 if ours else None, 0),
     ]
 

@@ -32,6 +32,9 @@ from commdsl.runtime.workspace import Start
 
 SUMMED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
+LANE_BYTES = 80 << 10
+"""What a lane moves at least: of 1024 rows of 10 KB, on two H200s, 128 lanes take 21.2 to 21.6 us, 64 21.9 to 22.1."""
+
 CHANGING: Arguments = {
     "table": 0,
     **dict.fromkeys(("inputs", "outputs", "row_bytes", "input_rows", "output_rows"), ()),
@@ -239,7 +242,7 @@ class Launcher:
         widths, here, there = [*map(row_bytes, inputs)], [*map(len, inputs)], shapes[0]
         moved = sum(max(pair) * max(width, ROW_BYTES) for width, *pair in zip(widths, here, there, strict=True))
         words = (*widths, *pad, *here, *pad, *there, *pad)
-        last = self._digests[dtype], self._comm.rank, self._launches.lanes(moved)
+        last = self._digests[dtype], self._comm.rank, self._launches.lanes(moved, LANE_BYTES)
         return Call(way.goes, shapes, results, start, pad, (*words, *last))
 
     def _judge_back(self, num_tensors: int) -> None:

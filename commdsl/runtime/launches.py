@@ -107,11 +107,11 @@ class Launches:
         """The words of a table's digest."""
         self._workspace.said.know_plan(digest, words)
 
-    def lanes(self, moved: int) -> int:
-        """Of a call that moves so many bytes."""
+    def lanes(self, moved: int, least: int = LANE_BYTES) -> int:
+        """Of a call that moves so many bytes, of which a lane has at least so many."""
         if self._comm.order is None:
             return min(HOST_LANES, self._most_lanes)
-        return max(1, min(self._most_lanes, -(-moved // LANE_BYTES)))
+        return max(1, min(self._most_lanes, -(-moved // least)))
 
     def release(self) -> None:
         """Collective: gives back the symmetric memory."""
