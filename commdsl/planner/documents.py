@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -19,7 +19,21 @@ from commdsl.machine.topology import Floats, Topology, Ways
 from commdsl.planner.balance import Widths
 from commdsl.planner.flows import Flow, flows
 from commdsl.planner.packing import Cuts, Packing, Terms, to_plan
-from commdsl.planner.stock import Demand, Offers, Stock, keys, offers, work
+from commdsl.planner.stock import (
+    DOCUMENT,
+    HIGH,
+    LENGTH,
+    LOW,
+    NO_ROOM,
+    PART,
+    SHARED,
+    Demand,
+    Offers,
+    Stock,
+    keys,
+    offers,
+    work,
+)
 
 ROUNDS = 6
 """Flows are planned again for what is left: whole tokens in runs of a least length may miss an amount."""
@@ -70,11 +84,33 @@ def balanced(home: Packing, topology: Topology, goal: Goal, terms: Terms, watch:
 
 def _stocks(home: Packing, low: Floats, high: Floats, length: Floats) -> list[Stock]:
     """What each rank has at the beginning; parts of no tokens are not worth a look."""
+    some = home.length.nonzero()[0]
     shared = home.num_parts[home.document] > 1
-    part = (home.length > 0).nonzero()[0]
-    begin = np.searchsorted(home.rank[part], np.arange(home.num_ranks + 1)).tolist()
-    stock = Stock(part, low[part], high[part], length[part], shared[part])
-    return [stock.at(slice(first, last)) for first, last in pairwise(begin)]
+    runs: Floats = np.array((np.arange(len(low)), home.document, low, high, length, shared), np.float64)
+    runs = runs.take(some, axis=1)
+    begin = home.rank[some].searchsorted(np.arange(home.num_ranks + 1)).tolist()
+    return [Stock(runs[:, first:last]) for first, last in pairwise(begin)]
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A flow, of which something is left to be sent."""
+
+    flow: Flow
+    left: float
+    most: int = LOOKED_AT  # runs that are looked at
+
+
+def _apart(under_way: list[_UnderWay]) -> list[_UnderWay]:
+    """Flows that need not wait for each other: the first of every rank, of those that share none."""
+    busy: set[int] = set()
+    found = []
+    for one in under_way:
+        ends = one.flow.source, one.flow.dest
+        if busy.isdisjoint(ends):
+            found.append(one)
+        busy.update(ends)
+    return found
 
 
 class State:
@@ -90,7 +126,7 @@ class State:
             np.float64
         )
         self.queries = totals(home.rank, home.length, home.num_ranks).astype(np.float64)
-        self.sent: list[tuple[Longs, Floats, Floats, int]] = []  # part, low, high, dest
+        self.sent: list[tuple[Floats, int]] = []  # runs as those of a stock, and where they go
         self.homes: dict[int, list[tuple[int, int]]] = {}  # of a document in several parts: begin, rank
         self.reach: dict[tuple[int, int], int] = {}  # keys of a shared document on a rank, rows
         self.visits: dict[tuple[int, int], int] = {}  # as `reach`, for what has come from elsewhere alone
@@ -125,42 +161,59 @@ class State:
         if self.load.max() <= mean * (1 + self.goal.tolerance):
             return False
         aim = mean * (1 + self.goal.tolerance * share)
-        moved = [self.carry_out(flow, mean) for flow in flows(self.load, aim, self.ways)]
-        return any(moved)
+        before = len(self.sent)
+        under_way = [_UnderWay(flow, flow.amount) for flow in flows(self.load, aim, self.ways)]
+        while under_way := [one for one in under_way if one.left > ENOUGH * mean * self.goal.tolerance]:
+            self.carry_on(_apart(under_way), mean)
+        return len(self.sent) > before
 
-    def carry_out(self, flow: Flow, mean: float) -> bool:
-        """Sends runs of the source's own documents until the flow is met, or nothing fits; whether anything went."""
-        left, most = flow.amount, LOOKED_AT
-        while left > ENOUGH * mean * self.goal.tolerance:
-            stock = self.stocks[flow.source]
-            looked_at = stock.largest(most, self.mask)
-            some = stock if len(looked_at) == len(stock.part) else stock.at(looked_at)
-            wanted = self.demand(flow, some, left, mean * (1 + self.goal.tolerance))
-            offered = offers(some, wanted, self.mask, self.goal.widths, self.goal.shortest)
-            chosen = self.choose(flow.dest, some, offered, left)
+    def carry_on(self, now: list[_UnderWay], mean: float) -> None:
+        """Sends a run, or several documents, of the source's own for each of some flows; one that nothing fits ends."""
+        looked_at = [self.stocks[one.flow.source].largest(one.most, self.mask) for one in now]
+        stocks = [self.stocks[one.flow.source].at(some) for one, some in zip(now, looked_at, strict=True)]
+        wanted = self.demand(now, stocks, mean * (1 + self.goal.tolerance))
+        every = offers(wanted, self.mask, self.goal.widths, self.goal.shortest)
+        end = 0
+        for one, stock, some in zip(now, stocks, looked_at, strict=True):
+            begin, end = end, end + len(some)
+            offered, flow = every.at(slice(begin, end)), one.flow
+            chosen = self.choose(flow.dest, stock, offered, one.left)
             if len(chosen):
-                left -= float(offered.work[chosen].sum())
-                self.send(flow.source, flow.dest, looked_at[chosen], offered.at(chosen))
-            elif len(looked_at) == len(stock.part):
-                break
+                one.left -= sum(offered.work[chosen].tolist())
+                self.send(flow.source, flow.dest, some[chosen], offered.at(chosen))
+            elif len(some) == len(self.stocks[flow.source]):
+                one.left = 0.0
             else:
-                most = len(stock.part)
-        return left < flow.amount
+                one.most = len(self.stocks[flow.source])
 
-    def demand(self, flow: Flow, stock: Stock, left: float, most: float) -> Demand:
-        """What the destination of a flow, which may do `most` in all, would take of a stock."""
-        has, may = np.zeros(len(stock.part)), np.ones(len(stock.part), bool)
-        for index in stock.shared.nonzero()[0].tolist():
-            document = int(self.home.document[stock.part[index]])
-            has[index] = self.reach.get((document, flow.dest), 0)
-            homes = self.homes.get(document)
-            if homes is not None:
-                last = keys(self.mask, stock.high[index], stock.length[index])
-                may[index] = all(self.ways.linked[rank, flow.dest] for begin, rank in homes if begin < last)
+    def demand(self, now: list[_UnderWay], stocks: list[Stock], most: float) -> Floats:
+        """The `Demand` of the destinations of flows, which may do `most` in all, for a stock each."""
+        terms = []
+        for one in now:
+            dest, left = one.flow.dest, one.left
+            terms.append((left, max(most - float(self.load[dest]), left), self.query_room(dest), self.key_room(dest)))
+        sizes = [len(stock) for stock in stocks]
+        has = np.zeros((1, sum(sizes)))
+        runs = np.concatenate([stock.runs[LOW : LENGTH + 1] for stock in stocks], axis=1)
+        found = np.concatenate((runs, has, np.array(terms).T.repeat(sizes, axis=1)))
+        wanted = Demand(*found)
+        for one, stock, begin in zip(now, stocks, accumulate(sizes, initial=0), strict=False):
+            self._look_up(one.flow, stock, begin, wanted)
+        return found
+
+    def _look_up(self, flow: Flow, stock: Stock, begin: int, wanted: Demand) -> None:
+        """What the destination of a flow has of the documents of a stock, whose runs stand there in `wanted`, and may
+        have.
+        """
         if not self.ways.linked[flow.source, flow.dest]:
-            may[:] = False
-        slack = max(most - float(self.load[flow.dest]) - left, 0.0)
-        return Demand(left, slack, self.query_room(flow.dest), self.key_room(flow.dest), has, may)
+            wanted.query_room[begin : begin + len(stock)] = NO_ROOM
+        for index in stock.runs[SHARED].nonzero()[0].tolist():
+            document, dest = int(stock.runs[DOCUMENT, index]), flow.dest
+            wanted.has[begin + index] = self.reach.get((document, dest), 0)
+            if document in self.homes:
+                last = keys(self.mask, stock.runs[HIGH, index], stock.runs[LENGTH, index])
+                if not all(self.ways.linked[rank, dest] for first, rank in self.homes[document] if first < last):
+                    wanted.query_room[begin + index] = NO_ROOM
 
     def query_room(self, rank: int) -> float:
         most = self.terms.query_capacity
@@ -172,16 +225,17 @@ class State:
 
     def choose(self, dest: int, stock: Stock, offered: Offers, left: float) -> Longs:
         """The best offer, and with a document as a whole those after it, as long as they are so and fit together."""
-        best = int(offered.value.argmax()) if len(stock.part) else NOWHERE
+        best = int(offered.value.argmax()) if len(stock) else NOWHERE
         if best == NOWHERE or offered.value[best] <= 0:
             return np.empty(0, np.int64)
-        is_whole = (offered.low == stock.low) & (offered.high == stock.high)
-        if not is_whole[best]:
+        low, high, length = stock.runs[LOW : LENGTH + 1]
+        if offered.low[best] > low[best] or offered.high[best] < high[best]:
             return np.array([best])
+        is_whole = (offered.low == low) & (offered.high == high)
         order = (-offered.value).argsort(kind="stable")
         order = order[offered.value[order] > 0]
         rows = (offered.high - offered.low)[order].cumsum()
-        need = keys(self.mask, offered.high, stock.length)[order].cumsum()
+        need = keys(self.mask, offered.high, length)[order].cumsum()
         fits = is_whole[order] & (offered.work[order].cumsum() <= left)
         fits &= (rows <= self.query_room(dest)) & (need <= self.key_room(dest))
         number = int(fits.argmin()) if not fits.all() else len(fits)
@@ -189,30 +243,29 @@ class State:
 
     def send(self, source: int, dest: int, chosen: Longs, offered: Offers) -> None:
         """What is offered of the chosen runs leaves the source for its destination."""
-        stock, document = self.stocks[source], self.home.document
-        part, low, high, length = stock.part[chosen], offered.low, offered.high, stock.length[chosen]
-        need = keys(self.mask, high, length).tolist()
-        whole_need = keys(self.mask, stock.high[chosen], length).tolist()
-        self.sent.append((part, low, high, dest))
-        amount, rows = sum(offered.work.tolist()), sum((high - low).tolist())
+        stock = self.stocks[source]
+        runs = stock.runs.take(chosen, axis=1)
+        left, ends, amount = runs.T.tolist(), offered.high.tolist(), sum(offered.work.tolist())
+        rows = sum(ends) - sum(offered.low.tolist())
+        runs[LOW], runs[HIGH] = offered.low, offered.high
+        self.sent.append((runs, dest))
         self.load[source], self.load[dest] = self.load[source] - amount, self.load[dest] + amount
         self.queries[source], self.queries[dest] = self.queries[source] - rows, self.queries[dest] + rows
-        before = stock.shared[chosen].tolist()
-        stock.take(chosen, low, high)
-        for index, number in enumerate(document[part].tolist()):
-            if not before[index]:
-                self.reach[number, source] = int(whole_need[index])
-            brought = int(need[index])
+        stock.take(chosen, offered.low, offered.high)
+        for (_, document, _, high, length, was_shared), end in zip(left, ends, strict=True):
+            number = int(document)
+            if not was_shared:
+                self.reach[number, source] = int(keys(self.mask, high, length))
+            brought = int(keys(self.mask, end, length))
             self._bring(number, dest, brought)
             self.visits[number, dest] = max(self.visits.get((number, dest), 0), brought)
             self._leave(number, source)
 
     def _leave(self, number: int, source: int) -> None:
         """Keys of a document that nothing on its old rank needs any more go from the account."""
-        stock = self.stocks[source]
-        mine = stock.shared.nonzero()[0]
-        mine = mine[self.home.document[stock.part[mine]] == number]
-        wanted = keys(self.mask, stock.high[mine], stock.length[mine]).tolist()
+        runs = self.stocks[source].runs
+        mine = runs.take((runs[DOCUMENT] == number).nonzero()[0], axis=1)
+        wanted = keys(self.mask, mine[HIGH], mine[LENGTH]).tolist()
         still = int(max(self.visits.get((number, source), 0), *wanted, 0))
         self.keys[source] -= self.reach[number, source] - still
         self.reach[number, source] = still
@@ -232,9 +285,9 @@ class State:
     def cuts(self) -> Cuts:
         """What was sent, what stays, and the parts of no tokens, which stay."""
         empty = (self.home.length == 0).nonzero()[0]
-        begin = self.home.begin[empty].astype(np.float64)
-        stay = [(stock.part, stock.low, stock.high, rank) for rank, stock in enumerate(self.stocks)]
-        parts, lows, highs, dests = zip(*stay, *self.sent, strict=True)
-        dest = np.array(dests).repeat([*map(len, parts)])
-        low, high = (np.concatenate((begin, *ends)).astype(np.int64) for ends in (lows, highs))
-        return Cuts(np.concatenate((empty, *parts)), low, high, np.concatenate((self.home.rank[empty], dest)))
+        stay = [(stock.runs, rank) for rank, stock in enumerate(self.stocks)]
+        runs, dests = zip(*stay, *self.sent, strict=True)
+        part, low, high = np.concatenate(runs, axis=1)[[PART, LOW, HIGH]].astype(np.int64)
+        dest = np.array(dests).repeat([one.shape[1] for one in runs])
+        first = empty, self.home.begin[empty], self.home.begin[empty], self.home.rank[empty]
+        return Cuts(*map(np.concatenate, zip(first, (part, low, high, dest), strict=True)))

@@ -6,16 +6,16 @@ its own, as a document goes from its home to its destination at once. Does not k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
 from commdsl.machine.topology import Floats, Ways
 
 
-@dataclass(frozen=True, slots=True)
-class Flow:
+class Flow(NamedTuple):
     """So much load goes from one rank to another, over a direct link."""
 
     source: int
@@ -50,9 +50,9 @@ def flows(load: Floats, most: float, found: Ways) -> tuple[Flow, ...]:
 
 def _levels(found: Ways, over: Floats, room: Floats) -> list[float]:
     """The distances there are from too much to too little, nearest first, those alike to a thousandth as one."""
-    apart = found.distance[over > 0][:, room > 0]
+    apart = found.distance[(over > 0).nonzero()[0][:, None], (room > 0).nonzero()[0]]
     levels: list[float] = []
-    for distance in sorted({*apart[np.isfinite(apart)].tolist()}):
+    for distance in sorted({*apart.ravel().tolist()} - {inf}):
         if levels and distance <= levels[-1] * 1.001:
             levels[-1] = distance
         else:
