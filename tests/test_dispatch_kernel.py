@@ -22,8 +22,8 @@ from commdsl.language.diagnostics import InternalError
 from commdsl.planner.chance import Draw, random_plan, varied
 from commdsl.program.phases import Actor, Ranks
 from commdsl.program.plan import Phase, Plan
-from commdsl.program.runs import COPY, FINISH_WORDS, SUM, ZERO, Shipment
-from commdsl.program.tiles import RowTable, table
+from commdsl.program.runs import COPY, FINISH_WORDS, SUM, ZERO, Shipment, Tiling
+from commdsl.program.tiles import RowTable, Tables, table
 from commdsl.program.timeouts import CommTimeout
 from commdsl.program.verify import verify
 
@@ -141,6 +141,22 @@ def test_storms_are_of_every_kind() -> None:
 def finishes(made: RowTable) -> NDArray[np.uint32]:
     begin = int(made.words[2]) // 4
     return made.words[begin : begin + FINISH_WORDS * made.num_finishes].reshape(-1, FINISH_WORDS)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("sharing", Sharing)
+def test_tables_made_together(sharing: Sharing, packed: bool) -> None:
+    """Tables of a call, its way back and of queries alone are, word for word, those that are made one by one."""
+    plan = random_plan(Draw(5, 300, sharing=sharing), 3)
+    calls = there(plan), back(plan), there(plan)[:1], back(plan)[:1]
+
+    for rank in range(5):
+        made = Tables(rank, 5).tables(calls, Tiling(packed, 64))
+        alone = [table(flows, rank, packed=packed, tile_bytes=64) for flows in calls]
+
+        assert [one.words.tolist() for one in made] == [one.words.tolist() for one in alone]
+        assert [one.route.tolist() for one in made] == [one.route.tolist() for one in alone]
+        assert [one[1:6] for one in made] == [one[1:6] for one in alone]
 
 
 def test_one_tensor() -> None:

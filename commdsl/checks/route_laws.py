@@ -120,7 +120,7 @@ def not_returned(routes: Routes, order: Longs, returning: Routes, shards: Shards
     got = np.full(routes.num, NOWHERE, np.int64)
     got[a] = np.where(same, returning.dest_row[b], NOWHERE)
     wrong = (real & (got != expected)).nonzero()[0]
-    return Offences(wrong, expected[wrong], got[wrong])
+    return Offences(wrong, expected[wrong], got[wrong]) if len(wrong) else NONE
 
 
 def wrong_context(length: Longs, document: Longs, position: Longs, context: Longs) -> Offences:

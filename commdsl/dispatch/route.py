@@ -9,10 +9,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import NoReturn, Protocol, TypeAlias
+from typing import NamedTuple, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -60,6 +60,10 @@ class Way(Enum):
     def has_keys(self) -> bool:
         return self is Way.ALL or self is Way.ALL_BACK
 
+    @property
+    def without_keys(self) -> Way:
+        return Way.QUERIES if self.goes else Way.QUERIES_BACK
+
 
 _REVERSED = {
     Way.QUERIES: Way.QUERIES_BACK,
@@ -69,8 +73,7 @@ _REVERSED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(NamedTuple):
     """What a table depends on beside the routes."""
 
     way: Way
@@ -338,12 +341,20 @@ class Route:
         return made
 
     def _make(self, wanted: Form) -> RowTable:
-        """The table, and with it that of the way back, which calls ask for next."""
+        """The table, and with it those that calls ask for next, which takes little longer: of the way back, and of
+        queries alone, as results go back without keys.
+        """
         if wanted not in self._made:
-            pair = wanted, replace(wanted, way=wanted.way.reversed)
-            flows = [self._numbers.flows(one.way, one.widths) for one in pair]
-            tiling = Tiling(wanted.packed, wanted.tile_bytes)
-            self._made.update(zip(pair, self._maker.tables(flows, tiling), strict=True))
+            kinds = [(wanted.way, wanted.widths)]
+            if wanted.way.has_keys:
+                kinds.append((wanted.way.without_keys, wanted.widths[:1]))
+            ways = [(one, widths) for way, widths in kinds for one in (way, way.reversed)]
+            forms = [Form(*one, wanted.packed, wanted.tile_bytes) for one in ways]
+            new = [form for form in forms if form not in self._tables]
+            flows = [self._numbers.flows(form.way, form.widths) for form in new]
+            self._made.update(
+                zip(new, self._maker.tables(flows, Tiling(wanted.packed, wanted.tile_bytes)), strict=True)
+            )
         return self._made.pop(wanted)
 
 

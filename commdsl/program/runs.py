@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -54,8 +54,7 @@ class Tiling(NamedTuple):
         return max(1, self.tile_bytes // (flow.width * (SUM_PARTS if flow.is_sum else 1)))
 
 
-@dataclass(frozen=True, eq=False)
-class Runs:
+class Runs(NamedTuple):
     """Runs of rows that are sent, or finished: as long ones as there are."""
 
     words: Words  # (n, SEND_WORDS or FINISH_WORDS), of the first tensor
@@ -66,8 +65,7 @@ class Runs:
         return Runs(self.words[chosen], self.rows[chosen], self.tile_rows[chosen])
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
+class Part(NamedTuple):
     """What one flow adds to the tables of a rank, as if it were the first tensor."""
 
     sends: Runs  # by destination
@@ -95,17 +93,17 @@ def parts_of(flows: Sequence[Shipment], rank: int, how: Tiling) -> list[Part]:
         longest = min(max(sent.rows.tolist(), default=0), how.sent(flow)) * flow.width
         waiting = max(placed.room[at].tolist())
         expected, route = flow.routes.counts[rank], placed.index[chosen[mine]]
-        found.append(Part(sent, route, longest, finishes[at], expected, waiting, most[at], _digest(flow)))
+        digest = _digest(flow, every, at)
+        found.append(Part(sent, route, longest, finishes[at], expected, waiting, most[at], digest))
     return found
 
 
-def _digest(flow: Shipment) -> int:
+def _digest(flow: Shipment, every: _Routes, at: int) -> int:
     """Of the routes of all ranks, so that ranks that follow different plans are told apart."""
-    routes, found = flow.routes, zlib.crc32(repr((flow.width, flow.is_sum)).encode())
-    said = routes.source, routes.source_row, routes.dest, routes.dest_row, routes.length, routes.copy, flow.rows
-    for column in said:
-        found = zlib.crc32(np.ascontiguousarray(column, np.int64).data, found)
-    return found
+    mine, found = slice(*every.cuts[at : at + 2]), zlib.crc32(repr((flow.width, flow.is_sum)).encode())
+    for column in (every.source, every.source_row, every.dest, every.dest_row, every.length, every.copy):
+        found = zlib.crc32(column[mine].data, found)
+    return zlib.crc32(np.ascontiguousarray(flow.rows).data, found)
 
 
 def joined(several: Sequence[Runs]) -> Runs:
@@ -125,6 +123,7 @@ class _Routes:
     """The routes of flows, flow after flow."""
 
     num_ranks: int
+    cuts: list[int]  # where the routes of each flow begin, and the last end
     flow: Longs
     index: Longs  # of the route among the flow's
     source: Longs
@@ -161,10 +160,10 @@ _ALIKE = ("source", "source_row", "dest", "dest_row", "length", "shard", "copy")
 
 def _routes(flows: Sequence[Shipment]) -> _Routes:
     given = [flow.routes for flow in flows]
-    numbers = [routes.num for routes in given]
+    numbers = [len(routes.source) for routes in given]
     columns = [np.concatenate([getattr(routes, name) for routes in given]) for name in _ALIKE]
-    index = np.concatenate([np.arange(number) for number in numbers])
-    return _Routes(given[0].num_ranks, np.arange(len(flows)).repeat(numbers), index, *columns)
+    cuts, flow = [*accumulate(numbers, initial=0)], np.arange(len(flows)).repeat(numbers)
+    return _Routes(given[0].num_ranks, cuts, flow, np.arange(cuts[-1]) - np.array(cuts)[flow], *columns)
 
 
 def _most_words(flows: Sequence[Shipment], every: _Routes, how: Tiling) -> Longs:

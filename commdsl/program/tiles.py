@@ -12,24 +12,34 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import accumulate, pairwise
 from operator import add, xor
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.routes import Longs, Routes
+from commdsl.machine.topology import Floats
 from commdsl.program.runs import MOST_TILES, WAITS, Part, Runs, Shipment, Tiling, Words, joined, parts_of
 
 HEAD_WORDS = 12
 WARP = 32  # threads
-_WHERE, _TENSOR = 3, 1  # the words of a send and of a finish that name the tensor
-_ROWS_SENT, _ROWS_FINISHED = 2, 4  # those that say how many rows: behind the two that say where they begin
 
 
-@dataclass(frozen=True, eq=False)
-class RowTable:
+class _Columns(NamedTuple):
+    """Words of a send, or of what is finished."""
+
+    tensor: int  # that names the tensor
+    shift: int  # from that bit on
+    rows: int  # that says how many rows; those that say where they begin are the two before it
+
+
+SENDS, FINISHES = _Columns(tensor=3, shift=16, rows=2), _Columns(tensor=1, shift=0, rows=4)
+
+
+class RowTable(NamedTuple):
     """What one rank's kernel reads, as 32-bit words, and what the host has to know beside it."""
 
     words: Words
@@ -41,6 +51,14 @@ class RowTable:
     route: Longs  # (num_sends,): the first of the run that each send is part of, counted through the flows' routes
 
 
+@lru_cache(64)
+def _turns(rank: int, num_ranks: int) -> tuple[Floats, Floats]:
+    """When the rows for each rank begin to go, and how long they last, as shares of the whole."""
+    distance = (np.arange(num_ranks) - rank) % num_ranks
+    lasts = np.where(distance == 0, 1.0, 1 / max(num_ranks - 1, 1))
+    return np.maximum(distance - 1, 0) * lasts, lasts
+
+
 class Tables:
     """The tables of one rank. What several have in common is made once: values go as keys do, and queries by themselves
     as beside them. Routes have one number of rows each.
@@ -48,29 +66,24 @@ class Tables:
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self._rank, self._num_ranks = rank, num_ranks
-        distance = (np.arange(num_ranks) - rank) % num_ranks
-        # When a peer's begin and how long they last, as shares of the whole.
-        self._last = np.where(distance == 0, 1.0, 1 / max(num_ranks - 1, 1))
-        self._begin = np.maximum(distance - 1, 0) * self._last
         self._parts: dict[tuple[Routes, int, bool, Tiling], Part] = {}
 
     def tables(self, calls: Sequence[Sequence[Shipment]], tiling: Tiling) -> list[RowTable]:
         """One for each of several calls, made together: see `runs`."""
         known = self._known([flow for flows in calls for flow in flows], tiling)
         parts = [[known.pop(0) for _ in flows] for flows in calls]
-        sends = _cut([[part.sends for part in mine] for mine in parts], _WHERE, 16)
-        finishes = _cut([[part.finishes for part in mine] for mine in parts], _TENSOR, 0)
-        order, straight = self._order(sends)
+        sends = _cut([[part.sends for part in mine] for mine in parts], SENDS)
+        finishes = _cut([[part.finishes for part in mine] for mine in parts], FINISHES)
+        waits = sends.runs.words[:, SENDS.tensor].astype(np.int64) >> WAITS
+        order, waiting = self._order(sends, waits), waits * sends.pieces
         first = [accumulate((flow.routes.num for flow in flows), initial=0) for flows in calls]
         pairs = [pair for mine, begins in zip(parts, first, strict=True) for pair in zip(mine, begins, strict=False)]
-        route = np.concatenate([part.route + begin for part, begin in pairs])[sends.run[order]]
-        sent, finished = sends.words(order, _ROWS_SENT), finishes.words(slice(None), _ROWS_FINISHED)
-        found = []
+        route = np.concatenate([part.route + begin for part, begin in pairs]).repeat(sends.pieces)[order]
+        sent, found = sends.words.take(order, axis=0), []
         for at, mine in enumerate(parts):
-            here, there = sends.of(at), finishes.of(at)
-            waiting = len(sent[here]) - int(np.count_nonzero(straight[here]))
-            how = tiling.tile_bytes, sends.tiles[at], finishes.tiles[at], waiting
-            found.append(self._table(mine, tiling, sent[here], finished[there], route[here], how))
+            here, there = sends.of(at), finishes.words[finishes.of(at)]
+            how = tiling.tile_bytes, sends.tiles[at], finishes.tiles[at], int(waiting[sends.runs_of(at)].sum())
+            found.append(self._table(mine, tiling, sent[here], there, route[here], how))
         return found
 
     def _table(
@@ -90,30 +103,30 @@ class Tables:
             route,
         )
 
-    def _order(self, sends: _Pieces) -> tuple[Longs, NDArray[np.bool_]]:
-        """Pieces of each table as they are due, and which of them, as they stand, go straight to their places. What is
-        due at once goes in the order of the tensors.
-        """
-        where = sends.runs.words[:, _WHERE].astype(np.int64)
-        straight = where >> WAITS == 0
-        due = self._due(sends, where & 0xFFFF) | straight.astype(np.uint16).repeat(sends.pieces) << 15
+    def _order(self, sends: _Pieces, waits: Longs) -> Longs:
+        """Pieces of each table as they are due. What is due at once goes in the order of the tensors."""
+        straight = (1 - waits).astype(np.uint16) << 15
+        due = self._due(sends) | straight.repeat(sends.pieces)
         # 16 bits, which numpy sorts in linear time.
-        order = [begin + due[begin:end].argsort(kind="stable") for begin, end in pairwise(sends.cuts)]
-        return np.concatenate(order), straight.repeat(sends.pieces)
+        return np.concatenate([begin + due[begin:end].argsort(kind="stable") for begin, end in pairwise(sends.cuts)])
 
-    def _due(self, sends: _Pieces, dest: Longs) -> NDArray[np.uint16]:
+    def _due(self, sends: _Pieces) -> NDArray[np.uint16]:
         """When pieces of runs, by tensor and destination, are due. Those that wait first, as they are finished while
         the others come; of both peer after peer, every rank beginning with the next, so that no port takes from several
         at a time. Tensors go side by side, and what stays on the rank all along.
         """
-        flow, pieces = sends.tensor * self._num_ranks + dest, sends.pieces
-        of_flow = np.bincount(flow.repeat(pieces))
-        number = np.arange(len(sends.run)) - (of_flow.cumsum() - of_flow)[flow].repeat(pieces)
+        begins, lasts = _turns(self._rank, self._num_ranks)
+        dest, pieces = sends.runs.words[:, SENDS.tensor] & 0xFFFF, sends.pieces
+        flow = sends.tensor * self._num_ranks + dest
+        of_flow = np.bincount(flow, pieces)
         # A piece is due when its half is gone.
-        step = self._last[dest] / of_flow[flow]
-        when = self._begin[dest].repeat(pieces) + (number + 0.5) * step.repeat(pieces)
-        found: NDArray[np.uint16] = (when * (2**15 - 1)).astype(np.uint16)
-        return found
+        half = 0.5 - (of_flow.cumsum() - of_flow)[flow]
+        when = np.arange(len(sends.words), dtype=np.float64)
+        when += half.repeat(pieces)
+        when *= (lasts[dest] / of_flow[flow]).repeat(pieces)
+        when += begins[dest].repeat(pieces)
+        when *= 2**15 - 1
+        return when.astype(np.uint16)
 
     def _known(self, flows: Sequence[Shipment], tiling: Tiling) -> list[Part]:
         keys = [(flow.routes, flow.width, flow.is_sum, tiling) for flow in flows]
@@ -144,41 +157,45 @@ class _Pieces:
     runs: Runs
     tensor: Longs  # of each run, a number for each table and tensor
     pieces: Longs  # of each run
+    ends: list[int]  # where the runs of each table begin, and the last end
+    cuts: list[int]  # where its pieces do
     tiles: list[int]  # by table: of a piece at most
-    cuts: list[int]  # where the pieces of each table begin, and the last end
-    run: Longs  # of each piece
-    skip: Longs  # rows of the run before it
-    rows: Longs
+    words: Words  # of each piece
 
     def of(self, table: int) -> slice:
         return slice(self.cuts[table], self.cuts[table + 1])
 
-    def words(self, order: Longs | slice, column: int) -> Words:
-        """`column`: of the rows of a piece; before it are the rows where they begin."""
-        found, skip = self.runs.words.take(self.run[order], axis=0), self.skip[order].astype(np.uint32)
-        for begin in (column - 2, column - 1):
-            found[:, begin] += skip
-        found[:, column] = self.rows[order]
-        return found
+    def runs_of(self, table: int) -> slice:
+        return slice(self.ends[table], self.ends[table + 1])
 
 
-def _cut(tables: Sequence[Sequence[Runs]], column: int, shift: int) -> _Pieces:
-    """The runs of all tensors of each table, each with its number from that bit of that column on."""
+def _cut(tables: Sequence[Sequence[Runs]], columns: _Columns) -> _Pieces:
+    """The runs of all tensors of each table."""
     every = [runs for mine in tables for runs in mine]
-    numbers, sizes = [at << shift for mine in tables for at in range(len(mine))], [len(runs.rows) for runs in every]
+    numbers, sizes = [at for mine in tables for at in range(len(mine))], [len(runs.rows) for runs in every]
     runs, tensor = joined(every), np.arange(len(every)).repeat(sizes)
-    runs.words[:, column] |= np.array(numbers, np.uint32)[tensor]
+    runs.words[:, columns.tensor] |= (np.array(numbers, np.uint32) << columns.shift)[tensor]
     each = [sum([len(runs.rows) for runs in mine]) for mine in tables]
     ends = [0, *accumulate(each)]
     needed = -(-runs.rows // runs.tile_rows)
     tiles = [_tiles(needed[begin:end]) for begin, end in pairwise(ends)]
     most = runs.tile_rows * np.array(tiles).repeat(each)
     pieces = -(-runs.rows // most)
-    end = np.concatenate(([0], pieces.cumsum()))
-    run, most = np.arange(len(pieces)).repeat(pieces), most.repeat(pieces)
-    skip = (np.arange(len(run)) - end[:-1].repeat(pieces)) * most
-    rows = np.minimum(runs.rows.repeat(pieces) - skip, most)
-    return _Pieces(runs, tensor, pieces, tiles, end[ends].tolist(), run, skip, rows)
+    cuts = np.concatenate(([0], pieces.cumsum()))
+    words = _pieces(runs, pieces, cuts[:-1], most, columns.rows)
+    return _Pieces(runs, tensor, pieces, ends, cuts[ends].tolist(), tiles, words)
+
+
+def _pieces(runs: Runs, pieces: Longs, first: Longs, most: Longs, column: int) -> Words:
+    """What each piece is: its run, but for where it begins and how many rows it has."""
+    size, found = most.astype(np.uint32).repeat(pieces), runs.words.repeat(pieces, axis=0)
+    skip = np.arange(len(found), dtype=np.uint32)
+    skip -= first.astype(np.uint32).repeat(pieces)
+    skip *= size
+    found[:, column - 2] += skip
+    found[:, column - 1] += skip
+    found[:, column] = np.minimum(runs.rows.astype(np.uint32).repeat(pieces) - skip, size)
+    return found
 
 
 def _tiles(needed: Longs) -> int:
@@ -199,6 +216,6 @@ def _words(sends: Words, finishes: Words, expected: Longs, more: Sequence[int]) 
     head = np.zeros(HEAD_WORDS, np.uint32)
     found = np.concatenate((head, sends.ravel(), finishes.ravel(), expected.view(np.uint32)))
     meant = [len(sends), len(finishes), 4 * (HEAD_WORDS + sends.size), *more[1:]]
-    check, content = ~reduce(xor, meant), int(found[HEAD_WORDS:].sum(dtype=np.uint64))
+    check, content = ~reduce(xor, meant), int(found[HEAD_WORDS:].sum(dtype=np.uint32))
     found[: 5 + len(more)] = [word & 0xFFFFFFFF for word in (*meant[:3], check, content, *more)]
     return found
