@@ -62,7 +62,7 @@ class Seen:
         return totals(self.rank, self.queries * self.keys - hidden, self.num_ranks)
 
     def on(self, rank: int, device: torch.device) -> Spans:
-        mine = np.flatnonzero(self.rank == rank)
+        mine = (self.rank == rank).nonzero()[0]
         return Spans(self.queries[mine], self.keys[mine], self.begin[mine], causal=self.causal, device=device)
 
 

@@ -309,10 +309,9 @@ def back(routes: Routes, shards: Shards) -> Routes:
     order[(arrived.cumsum() - arrived)[routes.dest] + routes.place] = np.arange(routes.num)
     dest = routes.source[order]
     dest_row = routes.copy[order] * shards.rows[dest] + routes.source_row[order]
-    # Runs stand by shard and copy: a stable order by copy is one by copy and shard, that of the rows there.
-    by_copy = stable_order(routes.copy)
-    place = np.empty(routes.num, np.int64)
-    place[by_copy] = running_count(routes.source[by_copy])
+    # Runs stand by shard: an order by copy is, of each rank, one by copy and shard, that of the rows there.
+    by_copy, place = np.lexsort((routes.copy, routes.source)), np.empty(routes.num, np.int64)
+    place[by_copy] = sorted_count(routes.source[by_copy])
     return Routes(
         routes.num_ranks,
         routes.dest[order],

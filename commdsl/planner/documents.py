@@ -179,8 +179,7 @@ class State:
             offered, flow = every.at(slice(begin, end)), one.flow
             chosen = self.choose(flow.dest, stock, offered, one.left)
             if len(chosen):
-                one.left -= sum(offered.work[chosen].tolist())
-                self.send(flow.source, flow.dest, some[chosen], offered.at(chosen))
+                one.left -= self.send(flow.source, flow.dest, some[chosen], offered.at(chosen))
             elif len(some) == len(self.stocks[flow.source]):
                 one.left = 0.0
             else:
@@ -193,9 +192,9 @@ class State:
             dest, left = one.flow.dest, one.left
             terms.append((left, max(most - float(self.load[dest]), left), self.query_room(dest), self.key_room(dest)))
         sizes = [len(stock) for stock in stocks]
-        has = np.zeros((1, sum(sizes)))
-        runs = np.concatenate([stock.runs[LOW : LENGTH + 1] for stock in stocks], axis=1)
-        found = np.concatenate((runs, has, np.array(terms).T.repeat(sizes, axis=1)))
+        found = np.zeros((len(Demand._fields), sum(sizes)))
+        found[:3] = np.concatenate([stock.runs[LOW : LENGTH + 1] for stock in stocks], axis=1)
+        found[4:] = np.array(terms).T.repeat(sizes, axis=1)
         wanted = Demand(*found)
         for one, stock, begin in zip(now, stocks, accumulate(sizes, initial=0), strict=False):
             self._look_up(one.flow, stock, begin, wanted)
@@ -241,11 +240,11 @@ class State:
         number = int(fits.argmin()) if not fits.all() else len(fits)
         return order[: max(number, 1)]
 
-    def send(self, source: int, dest: int, chosen: Longs, offered: Offers) -> None:
-        """What is offered of the chosen runs leaves the source for its destination."""
+    def send(self, source: int, dest: int, chosen: Longs, offered: Offers) -> float:
+        """What is offered of the chosen runs leaves the source for its destination: so much attention."""
         stock = self.stocks[source]
         runs = stock.runs.take(chosen, axis=1)
-        left, ends, amount = runs.T.tolist(), offered.high.tolist(), sum(offered.work.tolist())
+        left, ends, amount = runs.T.tolist(), offered.high.tolist(), float(sum(offered.work.tolist()))
         rows = sum(ends) - sum(offered.low.tolist())
         runs[LOW], runs[HIGH] = offered.low, offered.high
         self.sent.append((runs, dest))
@@ -260,6 +259,7 @@ class State:
             self._bring(number, dest, brought)
             self.visits[number, dest] = max(self.visits.get((number, dest), 0), brought)
             self._leave(number, source)
+        return amount
 
     def _leave(self, number: int, source: int) -> None:
         """Keys of a document that nothing on its old rank needs any more go from the account."""

@@ -56,19 +56,17 @@ class Stock:
 
     def take(self, chosen: Longs, low: Floats, high: Floats) -> None:
         """Cuts [low, high) out of the chosen runs, each once; what is left before and after stays."""
-        begins, ends = self.runs[LOW], self.runs[HIGH]
+        runs, begins, ends = self.runs, self.runs[LOW], self.runs[HIGH]
         end, is_head = ends[chosen], low <= begins[chosen]
-        self.runs[SHARED, chosen] = 1.0
-        begins[chosen[is_head]] = high[is_head]
-        ends[chosen[~is_head]] = low[~is_head]
-        split = (~is_head & (high < end)).nonzero()[0]
+        runs[SHARED][chosen] = 1.0
+        begins[chosen] = np.where(is_head, high, begins[chosen])
+        ends[chosen] = np.where(is_head, end, low)
+        split = ~is_head & (high < end)
+        behind = runs.take(chosen[split], axis=1)
+        behind[LOW], behind[HIGH] = high[split], end[split]
         kept = (ends > begins).nonzero()[0]
-        if len(split):
-            behind = self.runs.take(chosen[split], axis=1)
-            behind[LOW], behind[HIGH] = high[split], end[split]
-            self.runs = np.concatenate((self.runs.take(kept, axis=1), behind), axis=1)
-        elif len(kept) < len(self):
-            self.runs = self.runs.take(kept, axis=1)
+        if behind.size or len(kept) < len(self):
+            self.runs = np.concatenate((runs.take(kept, axis=1), behind), axis=1)
 
 
 NO_ROOM = -1.0
