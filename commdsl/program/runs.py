@@ -80,22 +80,24 @@ class Part(NamedTuple):
 
 def parts_of(flows: Sequence[Shipment], rank: int, how: Tiling) -> list[Part]:
     """What each flow adds, made together."""
-    every = _routes(flows)
-    most = _most_words(flows, every, how)
-    placed = _placed(flows, every, how.packed)
-    ends = np.arange(len(flows) + 1)
-    sends, chosen = _sends(flows, placed, rank, how)
-    cuts = placed.flow[chosen].searchsorted(ends).tolist()
-    finishes = _finishes(flows, placed, rank, how)
+    every = _routes(flows, how)
+    most, placed = _most_words(flows, every, how.packed), _placed(flows, every, how.packed)
+    sends, chosen = _sends(every, placed, rank)
+    finishes = _finishes(flows, every, placed, rank)
+    route, room = placed.route[chosen], placed.room.tolist()
     found = []
-    for at, (flow, mine) in enumerate(zip(flows, map(slice, cuts, cuts[1:]), strict=False)):
-        sent = sends.at(mine)
-        longest = min(max(sent.rows.tolist(), default=0), how.sent(flow)) * flow.width
-        waiting = max(placed.room[at].tolist())
-        expected, route = flow.routes.counts[rank], placed.index[chosen[mine]]
+    for at, (flow, mine) in enumerate(zip(flows, _cuts(placed.flow[chosen], len(flows)), strict=True)):
+        sent, expected = sends.at(mine), flow.routes.counts[rank]
+        longest = min(max(sent.rows.tolist(), default=0), every.sent[at]) * flow.width
         digest = _digest(flow, every, at)
-        found.append(Part(sent, route, longest, finishes[at], expected, waiting, most[at], digest))
+        found.append(Part(sent, route[mine], longest, finishes[at], expected, max(room[at]), most[at], digest))
     return found
+
+
+def _cuts(flow: Longs, number: int) -> list[slice]:
+    """Where each of so many flows stands, flow after flow."""
+    ends = flow.searchsorted(np.arange(number + 1)).tolist()
+    return [slice(*pair) for pair in pairwise(ends)]
 
 
 def _digest(flow: Shipment, every: _Routes, at: int) -> int:
@@ -118,14 +120,15 @@ def joined(several: Sequence[Runs]) -> Runs:
 # --- all flows as one -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class _Routes:
+class _Routes(NamedTuple):
     """The routes of flows, flow after flow."""
 
     num_ranks: int
     cuts: list[int]  # where the routes of each flow begin, and the last end
+    sent: list[int]  # by flow: rows that a warp sends at once
+    finished: list[int]  # that it finishes
     flow: Longs
-    index: Longs  # of the route among the flow's
+    route: Longs  # which of the flow's it is
     source: Longs
     source_row: Longs
     dest: Longs
@@ -135,12 +138,11 @@ class _Routes:
     copy: Longs
 
 
-@dataclass(frozen=True, eq=False)
-class _Placed:
+class _Placed(NamedTuple):
     """Those with rows, and where they wait."""
 
     flow: Longs
-    index: Longs
+    route: Longs
     source: Longs
     source_row: Longs
     dest: Longs
@@ -158,25 +160,24 @@ class _Placed:
 _ALIKE = ("source", "source_row", "dest", "dest_row", "length", "shard", "copy")
 
 
-def _routes(flows: Sequence[Shipment]) -> _Routes:
+def _routes(flows: Sequence[Shipment], how: Tiling) -> _Routes:
     given = [flow.routes for flow in flows]
     numbers = [len(routes.source) for routes in given]
     columns = [np.concatenate([getattr(routes, name) for routes in given]) for name in _ALIKE]
     cuts, flow = [*accumulate(numbers, initial=0)], np.arange(len(flows)).repeat(numbers)
-    return _Routes(given[0].num_ranks, cuts, flow, np.arange(cuts[-1]) - np.array(cuts)[flow], *columns)
+    tiles = [how.sent(one) for one in flows], [how.finished(one) for one in flows]
+    return _Routes(given[0].num_ranks, cuts, *tiles, flow, np.arange(cuts[-1]) - np.array(cuts)[flow], *columns)
 
 
-def _most_words(flows: Sequence[Shipment], every: _Routes, how: Tiling) -> Longs:
+def _most_words(flows: Sequence[Shipment], every: _Routes, packed: bool) -> Longs:
     """(flows, num_ranks): sends, and what is finished: gaps, before each run and at the end, and runs that wait."""
-    size = len(flows) * every.num_ranks
-    sent = np.array([how.sent(flow) for flow in flows])
-    finished = np.array([how.finished(flow) for flow in flows])
-    may_wait = np.array([how.packed or flow.is_sum for flow in flows])
-    source, dest = every.flow * every.num_ranks + every.source, every.flow * every.num_ranks + every.dest
+    first = every.flow * every.num_ranks
+    source, dest, size = first + every.source, first + every.dest, len(flows) * every.num_ranks
+    sent = np.array(every.sent)
     sends = _most(source, totals(source, -(-every.length // sent[every.flow]), size))
-    tiles = -(-every.length // finished[every.flow]) * may_wait[every.flow]
-    finishes = 2 * _most(dest, totals(dest, tiles, size)) + 6
-    gaps = np.concatenate([flow.rows for flow in flows]) // sent.repeat(every.num_ranks) // MOST_TILES
+    waiting = every.length * np.array([packed or flow.is_sum for flow in flows])[every.flow]
+    finishes = 2 * _most(dest, totals(dest, -(-waiting // np.array(every.finished)[every.flow]), size)) + 6
+    gaps = np.concatenate([flow.rows for flow in flows]) // (MOST_TILES * sent).repeat(every.num_ranks)
     found: Longs = SEND_WORDS * sends + FINISH_WORDS * (finishes + gaps)
     return found.reshape(len(flows), every.num_ranks)
 
@@ -208,13 +209,13 @@ def _placed(flows: Sequence[Shipment], every: _Routes, packed: bool) -> _Placed:
         place[order] = sorted_sum(at[order], rows[order])
         room = totals(at, rows, size)
     where = source, every.source_row[some], dest, dest_row, length, shard, copy
-    return _Placed(flow, every.index[some], *where, at, is_sum, waits, place, room.reshape(len(flows), -1))
+    return _Placed(flow, every.route[some], *where, at, is_sum, waits, place, room.reshape(len(flows), -1))
 
 
 # --- what is pushed ---------------------------------------------------------------------------------------------------
 
 
-def _sends(flows: Sequence[Shipment], placed: _Placed, rank: int, how: Tiling) -> tuple[Runs, Longs]:
+def _sends(every: _Routes, placed: _Placed, rank: int) -> tuple[Runs, Longs]:
     """By flow and destination, and which route each begins."""
     mine = (placed.source == rank).nonzero()[0]
     mine = mine[stable_order(placed.at[mine])]
@@ -223,7 +224,7 @@ def _sends(flows: Sequence[Shipment], placed: _Placed, rank: int, how: Tiling) -
     first, rows = _merged(row, to, placed.length[mine], 2 * placed.at[mine] + waits)
     chosen = mine[first]
     where = placed.dest[chosen] | waits[first].astype(np.int64) << WAITS
-    tile_rows = np.array([how.sent(flow) for flow in flows])[placed.flow[chosen]]
+    tile_rows = np.array(every.sent)[placed.flow[chosen]]
     return Runs(_columns(len(first), row[first], to[first], 0, where), rows, tile_rows), chosen
 
 
@@ -240,20 +241,20 @@ def _merged(source: Longs, dest: Longs, length: Longs, key: Longs) -> tuple[Long
 # --- what is finished -------------------------------------------------------------------------------------------------
 
 
-def _finishes(flows: Sequence[Shipment], placed: _Placed, rank: int, how: Tiling) -> list[Runs]:
+def _finishes(flows: Sequence[Shipment], every: _Routes, placed: _Placed, rank: int) -> list[Runs]:
     """By flow: rows of the output that no route leads to, and what waits."""
-    here, ends = (placed.dest == rank).nonzero()[0], np.arange(len(flows) + 1)
+    here, number, tile_rows = (placed.dest == rank).nonzero()[0], len(flows), np.array(every.finished)
     waiting = here[placed.waits[here]]
     summed = placed.is_sum[waiting]
-    tile_rows = np.array([how.finished(flow) for flow in flows])
     copies, copied = _copies(placed, waiting[~summed], tile_rows)
     sums, added = _sums(placed, waiting[summed], tile_rows)
-    found, cuts = [], placed.flow[here].searchsorted(ends).tolist()
-    pairs = pairwise(copied.searchsorted(ends).tolist()), pairwise(added.searchsorted(ends).tolist())
-    for flow, mine, copy, add in zip(flows, pairwise(cuts), *pairs, strict=True):
-        made = sums.at(slice(*add)) if flow.is_sum else copies.at(slice(*copy))
-        zeros = _zeros(flow, placed, rank, here[slice(*mine)], how.sent(flow))
-        found.append(joined([zeros, made]) if len(zeros.rows) else made)
+    found, cuts = [], (_cuts(placed.flow[here], number), _cuts(copied, number), _cuts(added, number))
+    for flow, sent, mine, copy, add in zip(flows, every.sent, *cuts, strict=True):
+        made, size = sums.at(add) if flow.is_sum else copies.at(copy), int(flow.rows[rank])
+        # What lies apart may fill it all.
+        if flow.is_sum or sum(placed.length[here[mine]].tolist()) != size:
+            made = joined([_zeros(placed, here[mine], size, sent), made])
+        found.append(made)
     return found
 
 
@@ -285,14 +286,11 @@ def _sums(placed: _Placed, waiting: Longs, tile_rows: Longs) -> tuple[Runs, Long
     return _finished(kind, tile_rows[flow], places, rows, placed.length[leader], copies), flow
 
 
-def _zeros(flow: Shipment, placed: _Placed, rank: int, here: Longs, tile_rows: int) -> Runs:
-    """Rows of one flow's output that no route leads to."""
-    length, size = placed.length[here], int(flow.rows[rank])
-    if not flow.is_sum and sum(length.tolist()) == size:  # what lies apart fills it all
-        return Runs(np.empty((0, FINISH_WORDS), np.uint32), here[:0], here[:0])
-    order = placed.dest_row[here].argsort(kind="stable")
-    row, end = placed.dest_row[here][order], length[order]
-    begins = np.concatenate(([0], row + end))
+def _zeros(placed: _Placed, here: Longs, size: int, tile_rows: int) -> Runs:
+    """Rows of one flow's output, of so many, that no route leads to."""
+    here = here[placed.dest_row[here].argsort(kind="stable")]
+    row = placed.dest_row[here]
+    begins = np.concatenate(([0], row + placed.length[here]))
     gaps = np.concatenate((row, [size])) - begins
     # Copies of a shard lie at the same rows: between them the gap is negative.
     some = (gaps > 0).nonzero()[0]
