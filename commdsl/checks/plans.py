@@ -86,7 +86,7 @@ def over_capacity(plan: DispatchPlan, routes: Routing) -> Iterator[Diagnostic]:
 
 def _over(plan: DispatchPlan, routes: Routes, said: int | None, of: str) -> Iterator[Diagnostic]:
     capacity = MOST_ROWS if said is None else said
-    received = routes.counts.sum(axis=1)
+    received = routes.received
     rank = int(received.argmax())
     if received[rank] <= capacity:
         return

@@ -1,7 +1,7 @@
 """Turns the `Metadata` of all ranks into one rank's Route: the tables that its kernels read, on its device.
 
-Assumes every rank makes its Route from the same Metadata. Does not move rows (`Dispatcher` does). A table is made when
-a call first asks for it, by the widths of the rows, and kept; `update_` writes new ones into the same memory.
+Assumes every rank makes its Route from the same Metadata. Does not move rows (`Dispatcher` does). Tables are made when
+a call first asks for one, by the widths of the rows, and kept; `update_` writes new ones into the same memory.
 """
 
 from __future__ import annotations
@@ -106,7 +106,11 @@ class _Numbers:
     @cached_property
     def sizes(self) -> tuple[Longs, Longs, Longs]:
         """By rank: rows of its own, of queries received, of keys received."""
-        return self.shards.rows, _rows(self.queries), 0 * self.shards.rows if self.keys is None else _rows(self.keys)
+        return (
+            self.shards.rows,
+            self.queries.received,
+            0 * self.shards.rows if self.keys is None else self.keys.received,
+        )
 
     @cached_property
     def copies(self) -> tuple[int, int]:
@@ -149,11 +153,6 @@ class _Table:
         # By torch, which tells a gradient that the table changed.
         self.words[: made.words.size].copy_(words, non_blocking=True)
         self.made = made
-
-
-def _rows(routes: Routes) -> Longs:
-    found: Longs = routes.counts.sum(axis=1)
-    return found
 
 
 class Route:
@@ -225,7 +224,7 @@ class Route:
 
     def __repr__(self) -> str:
         seen = self._numbers.seen
-        loads, what = (_rows(self._numbers.queries), "queries") if seen is None else (seen.pairs, "attention")
+        loads, what = (self._numbers.queries.received, "queries") if seen is None else (seen.pairs, "attention")
         received = f"receives {self.queries} queries" + (f" and {self.keys} keys" if self.has_keys else "")
         return (
             f"Route(rank {self.rank} of {self.num_ranks}: {self.rows} rows, {received}; the most {what} of a rank is "

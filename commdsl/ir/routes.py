@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import Enum
 from functools import cached_property
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,6 +105,12 @@ class Routes:
         pair = self.dest * self.num_ranks + self.source
         return totals(pair, self.length, self.num_ranks**2).reshape(self.num_ranks, self.num_ranks)
 
+    @cached_property
+    def received(self) -> Longs:
+        """(num_ranks,): rows that each rank receives."""
+        found: Longs = self.counts.sum(axis=1)
+        return found
+
 
 @dataclass(frozen=True, eq=False)
 class KeyStretches:
@@ -126,8 +132,7 @@ def totals(key: Longs, value: Longs, size: int) -> Longs:
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class Grouped:
+class Grouped(NamedTuple):
     """n entries by their keys, equal ones as they stand; (n,) each."""
 
     order: Longs
@@ -215,9 +220,9 @@ def needs(document: Longs, position: Longs, mask: Mask) -> Needs:
     count = last - begin
     key = here.repeat(count)
     query = np.arange(len(key)) + (begin - (count.cumsum() - count)).repeat(count)
-    found = Needs(order[key], order[query], position[order[key]])
-    by_key = np.lexsort((query, found.key))
-    return Needs(found.key[by_key], found.query[by_key], found.position[by_key])
+    keys, queries = order[key], order[query]
+    by_key = np.lexsort((query, keys))
+    return Needs(keys[by_key], queries[by_key], position[keys][by_key])
 
 
 def query_routes(shards: Shards, dest: Longs) -> Routes:

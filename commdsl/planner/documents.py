@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from commdsl.ir.plans import DispatchPlan
-from commdsl.ir.routes import NOWHERE, Longs, Sharing, totals
+from commdsl.ir.routes import NOWHERE, Longs, Sharing
 from commdsl.machine.topology import Floats, Topology, Ways
 from commdsl.planner.balance import Widths
 from commdsl.planner.flows import Flow, flows
@@ -82,10 +83,14 @@ def balanced(home: Packing, topology: Topology, goal: Goal, terms: Terms, watch:
     return to_plan(home, state.cuts(), terms)
 
 
-def _stocks(home: Packing, low: Floats, high: Floats, length: Floats) -> list[Stock]:
+def _summed(home: Packing, number: Floats) -> Floats:
+    """(num_ranks,): over the parts that lie on each rank."""
+    return np.bincount(home.rank, number, home.num_ranks).astype(np.float64)
+
+
+def _stocks(home: Packing, low: Floats, high: Floats, length: Floats, shared: NDArray[np.bool_]) -> list[Stock]:
     """What each rank has at the beginning; parts of no tokens are not worth a look."""
     some = home.length.nonzero()[0]
-    shared = home.num_parts[home.document] > 1
     runs: Floats = np.array((np.arange(len(low)), home.document, low, high, length, shared), np.float64)
     runs = runs.take(some, axis=1)
     begin = home.rank[some].searchsorted(np.arange(home.num_ranks + 1)).tolist()
@@ -121,23 +126,20 @@ class State:
         self.ways = found
         low, high = home.begin.astype(np.float64), (home.begin + home.length).astype(np.float64)
         length = home.document_length[home.document].astype(np.float64)
-        self.stocks = _stocks(home, low, high, length)
-        self.load: Floats = np.bincount(home.rank, work(self.mask, low, high, length), home.num_ranks).astype(
-            np.float64
-        )
-        self.queries = totals(home.rank, home.length, home.num_ranks).astype(np.float64)
+        alone = home.num_parts[home.document] == 1
+        self.stocks = _stocks(home, low, high, length, ~alone)
+        self.load: Floats = _summed(home, work(self.mask, low, high, length))
+        self.queries = _summed(home, high - low)
         self.sent: list[tuple[Floats, int]] = []  # runs as those of a stock, and where they go
         self.homes: dict[int, list[tuple[int, int]]] = {}  # of a document in several parts: begin, rank
         self.reach: dict[tuple[int, int], int] = {}  # keys of a shared document on a rank, rows
         self.visits: dict[tuple[int, int], int] = {}  # as `reach`, for what has come from elsewhere alone
-        self.keys = np.zeros(home.num_ranks)
-        self._lay_out_keys(high, length)
+        self.keys: Floats = np.zeros(home.num_ranks)
+        self._lay_out_keys(keys(self.mask, high, length), alone)
 
-    def _lay_out_keys(self, high: Floats, length: Floats) -> None:
-        """The keys on every rank while everything stays: those of a document once."""
-        need = keys(self.mask, high, length)
-        alone = self.home.num_parts[self.home.document] == 1
-        self.keys += np.bincount(self.home.rank[alone], need[alone], self.home.num_ranks)
+    def _lay_out_keys(self, need: Floats, alone: NDArray[np.bool_]) -> None:
+        """The keys on every rank while everything stays: those of a document once. `alone`: the part is all of it."""
+        self.keys += _summed(self.home, need * alone)
         for part in (~alone & (self.home.length > 0)).nonzero()[0].tolist():
             document, rank = int(self.home.document[part]), int(self.home.rank[part])
             self.homes.setdefault(document, []).append((int(self.home.begin[part]), rank))
