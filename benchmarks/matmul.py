@@ -1,7 +1,8 @@
 """Our product of matrices beside cuBLAS (torch.mm) on one GPU, in the same run:
 
     python benchmarks/matmul.py check          every form of the kernel against float32 products of torch, exactly
-    python benchmarks/matmul.py time [--time-budget 40 --rows 128 1024 ... --ways 4 --dtype bfloat16 --b-not-deep]
+    python benchmarks/matmul.py time [--time-budget 40 --rows 128 ... --shapes 8192x3584 ... --ways 4 --dtype bfloat16
+                                      --a-not-deep --b-not-deep]
 
 A row of `time` is a product C [M, N] = A [M, K] x B [N, K]: medians in microseconds of CUDA graphs that take turns,
 for cuBLAS (of float8 torch._scaled_mm), for the way to cut the product that `build.tilings` chooses, and for the best
@@ -86,12 +87,13 @@ class Case:
 
     def by_torch(self, *, fast: bool = False) -> None:
         """`fast`: float8 is added up as the tensor cores do, all along the depth."""
+        a = self.a if self.product.a_deep else self.a.t()
         b = self.b.t() if self.product.b_deep else self.b
         if self.product.dtype == FLOAT8:
             of_a, of_b = self.scales
-            torch._scaled_mm(self.a, b, of_a, of_b, out_dtype=self.result, use_fast_accum=fast, out=self.c)
+            torch._scaled_mm(a, b, of_a, of_b, out_dtype=self.result, use_fast_accum=fast, out=self.c)
         else:
-            torch.mm(self.a, b, out=self.c)
+            torch.mm(a, b, out=self.c)
 
     def wanted(self) -> torch.Tensor:
         """By torch, in float32 up to the one rounding."""
@@ -309,11 +311,18 @@ def name_of(tiling: Tiling) -> str:
     return f"{tiling.rows}x{tiling.columns}/{tiling.cluster}/{tiling.parts}/{tiling.split}"
 
 
+def shape_of(text: str) -> tuple[int, int]:
+    k, n = map(int, text.split("x"))
+    return k, n
+
+
 def options_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("check", "time"))
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", FLOAT8))
+    parser.add_argument("--shapes", nargs="+", type=shape_of, default=SHAPES, metavar="KxN")
+    parser.add_argument("--a-not-deep", action="store_true", help="A as rows lie for gradients of weights: [K, M]")
     parser.add_argument("--b-not-deep", action="store_true", help="B as weights lie on the way back: [K, N]")
     parser.add_argument("--ways", type=int, default=4, help="ways to cut each product, the most promising ones")
     parser.add_argument("--time-budget", type=float, default=40.0, help="seconds after which nothing is begun")
@@ -327,9 +336,10 @@ def main() -> int:
         fields = [(replace(Product(8, 8, 8), **form), tiling) for _, form, tiling in kernels()]  # type: ignore[arg-type]
         build_ahead(fields)
         return int(check(deadline) > 0)
-    sizes = [(8192, 8192, 8192), *((rows, n, k) for rows in options.rows for k, n in SHAPES)]
+    sizes = [(8192, 8192, 8192), *((rows, n, k) for rows in options.rows for k, n in options.shapes)]
     result = "bfloat16" if options.dtype == FLOAT8 else options.dtype
-    products = [Product(*size, options.dtype, result, b_deep=not options.b_not_deep) for size in sizes]
+    deep = not options.a_not_deep, not options.b_not_deep
+    products = [Product(*size, options.dtype, result, *deep) for size in sizes]
     build_ahead((product, tiling) for product in products for _, tiling in ways_of(product, options.ways))
     lines: list[list[str]] = []
     for product in products:
