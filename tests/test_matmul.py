@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +98,7 @@ def test_what_is_left_over_is_dealt_out_evenly(columns: int, least: int, most: i
 FORMS = {
     "plain": Product(8, 8, 8),
     "to float32": Product(8, 8, 8, dtype="float16", result="float32", a_deep=False, b_deep=False),
+    "copies": Product(8, 8, 8, b_deep=False, copies=True),
     "gelu": Product(8, 8, 8, bias=True, gelu=True, residual=True),
     "gated": Product(8, 8, 8, gated=True),
     "float8": Product(8, 8, 16, dtype=FLOAT8, result="float16", residual=True),
@@ -106,17 +110,27 @@ FORMS = {
     [
         *((form, Tiling(128, 1)) for form in FORMS),
         ("plain", Tiling(256, 2)),
+        ("copies", Tiling(256, 2, 4)),
         ("plain", Tiling(160, 1, rows=256)),
         ("gelu", Tiling(96, 1, split=4)),
         ("float8", Tiling(160, 2)),
     ],
 )
-def test_cubin(form: str, tiling: Tiling) -> None:
-    """NVRTC takes the text for sm_90a."""
-    product = FORMS[form]
-    cubin = nvrtc.build(emitted(product, tiling), product.defines(), from_environment(), ARCH).read_bytes()
+def test_cubin(form: str, tiling: Tiling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVRTC takes the text for sm_90a, and nowhere makes each product wait for the one before (C7510 to C7520)."""
+    read, logs = nvrtc._nvrtc_bytes, []
+
+    def noted(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+        logs.append(read(library, program, "ProgramLog").decode())
+        return read(library, program, what)
+
+    monkeypatch.setattr(nvrtc, "_nvrtc_bytes", noted)
+    product, config = FORMS[form], replace(from_environment(), cache_dir=tmp_path)
+    cubin = nvrtc.build(emitted(product, tiling), product.defines(), config, ARCH).read_bytes()
     assert cubin.startswith(b"\x7fELF")
     assert b"commdsl_matmul" in cubin
+    assert logs
+    assert "serialized" not in "".join(logs)
 
 
 # Microseconds on an H200 by M, N, K and SMs: of the fastest tiling, and of others near it.

@@ -22,17 +22,19 @@ P = Product
 FORMS = {
     "sums of products": (P(0, 0, 0, turns=2, sources=3), Tiling(64, 1, 4)),
     "clusters of rows": (P(0, 0, 0, bias=True, gelu=True, residual=True, turns=2), Tiling(80, 2, 4)),
+    "stored late": (P(0, 0, 0, residual=True, turns=2), Tiling(256, 2, 4)),
     "clusters of the depth": (P(0, 0, 0, residual=True, turns=2, sources=2), Tiling(96, 1, split=3)),
     "float8": (P(0, 0, 0, FLOAT8, residual=True, turns=2, sources=2), Tiling(96, 1, 2)),
     "256 rows": (P(0, 0, 0, residual=True), Tiling(80, 1, 2, rows=256)),
     "gated, with time stamps": (P(0, 0, 0, bias=True, gated=True), Tiling(128, 2)),
     "by columns, to float32": (P(0, 0, 0, "float16", "float32", a_deep=False, b_deep=False), Tiling(128, 1, 2)),
-    "copies, clusters of rows": (P(0, 0, 0, copies=True, turns=3), Tiling(80, 2, 4)),
+    "copies, stored late": (P(0, 0, 0, copies=True, turns=3), Tiling(256, 2, 4)),
     "copies, clusters of the depth": (P(0, 0, 0, b_deep=False, copies=True, turns=2), Tiling(128, 1, split=2)),
 }
 """Of any size. With several turns it is beside what moves, else alone on its GPU."""
 
 COPIES = {
+    "copies, clusters of rows": (P(0, 0, 0, copies=True, turns=3), Tiling(80, 2, 4)),
     "copies, one block": (P(0, 0, 0, copies=True, turns=4), Tiling(64, 1, 4)),
     "copies, clusters, by columns": (
         P(0, 0, 0, "float16", "float16", b_deep=False, copies=True, turns=2),
@@ -236,14 +238,14 @@ FAULTS = {
         "not equal",
     ),
     "a stage is given back while it is multiplied": (
-        "release(this->fill - 2);",
-        "release(this->fill - 1);",
+        "release(before);\n    }\n    return stage;",
+        "release(stage);\n    }\n    return stage;",
         "sums of products",
         "nothing goes on|not equal",
     ),
     "what is stored is not fenced": (
-        "put(panel, value);\n        fence_proxies_of_shared();",
-        "put(panel, value);",
+        "put(from, word);\n    fence_proxies_of_shared();",
+        "put(from, word);",
         "256 rows",
         "a write is not fenced",
     ),
@@ -270,6 +272,12 @@ FAULTS = {
         "return 0;",
         "copies, clusters of rows",
         "rows that are kept",
+    ),
+    "a turn is told of before it is stored": (
+        "while (unstored > 0) store_next();\n    const",
+        "const",
+        "stored late",
+        "not equal",
     ),
     "a block ends before the others of its cluster": (
         "if (Shape::kBlocks > 1) cluster_barrier<Shape::kBlocks>();  // what",

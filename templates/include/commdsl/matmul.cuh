@@ -7,7 +7,7 @@
 // stage n % kStages and ends phase n / kStages of its mark `full`; the multipliers of all blocks that it went to end the same phase of
 // its mark `empty`. In a cluster of two blocks, which lie one below the other, each loads half of what both need of B and sends it to
 // both. What is added to a tile comes behind its last stage, a line of 64 rows of each multiplier a fill, so it is there when the
-// products are.
+// products are. Of the widest tiles a multiplier keeps what it has made, rounded, and stores it while it multiplies for the next.
 //
 // What is made may be several products by blocks of one factor, *turns*: rows from here or there, to here or there, that may have to wait for
 // what moves beside, and that others may wait for. A turn's words say so: a launch beside is over, so many tiles of a turn are stored. Or a
@@ -119,6 +119,11 @@ struct MatmulShape : Plan {
   static constexpr u32 kOutBytes = sizeof(typename Plan::Result::Storage);
   static constexpr u32 kOutLine = kStored * kOutBytes >= 128 ? 128 : kStored * kOutBytes >= 64 ? 64 : 32;  // of a panel of C, in bytes
   static constexpr u32 kOutElements = kOutLine / kOutBytes;
+  static constexpr u32 kMade = (kStored + kOutElements - 1) / kOutElements * kHigh;  // panels that a multiplier makes of a tile
+  static constexpr u32 kWords = kOutLine / 8;                                        // of a thread, in a panel
+  // Of the widest tiles, which are made by the dozen: a thread has registers for what is made of one and for sums of the next.
+  static constexpr bool kStoresLate = !kFloat8 && kHigh == 1 && kSums == 128 && kMade * kWords <= 64;
+  static constexpr u32 kHeld = kStoresLate ? kMade : 1;
   static_assert(!(Plan::kAdds || Plan::kBias) || kOutBytes == 2, "what is added is of 16 bits, as the result is");
   static_assert(!kFloat8 || (Plan::kADeep && Plan::kBDeep && kHigh == 1), "float8 is multiplied where it is deep, in sums that are held twice");
   static_assert(kHalf % 8 == 0 && kStored >= 16, "eight lines are swizzled together, and one panel is stored");
@@ -140,13 +145,12 @@ struct MatmulShared {
   u32 base;
 
   COMMDSL_FN MatmulShared() : base((static_cast<u32>(__cvta_generic_to_shared(shared_bytes)) + 1023) / 1024 * 1024) {}
-  COMMDSL_FN u32 stage(u32 fill) const { return base + fill % Shape::kStages * Shape::kStageBytes; }
+  COMMDSL_FN u32 stage(u32 number) const { return base + number * Shape::kStageBytes; }
   COMMDSL_FN u32 panel(u32 multiplier, u32 store) const {
     return base + Shape::kStages * Shape::kStageBytes + (Shape::kPanels * multiplier + store % Shape::kPanels) * kPanelBytes;
   }
-  COMMDSL_FN u32 full(u32 fill) const { return panel(kMultipliers, 0) + fill % Shape::kStages * 8; }
-  COMMDSL_FN u32 empty(u32 fill) const { return full(fill) + Shape::kStages * 8; }
-  COMMDSL_FN static u32 parity(u32 fill) { return fill / Shape::kStages % 2; }
+  COMMDSL_FN u32 full(u32 stage) const { return panel(kMultipliers, 0) + stage * 8; }
+  COMMDSL_FN u32 empty(u32 stage) const { return full(stage) + Shape::kStages * 8; }
   // Of a tile that a cluster makes: its blocks have multiplied; a multiplier has the others' sums; the stages are empty again.
   COMMDSL_FN u32 multiplied() const { return full(0) + 2 * Shape::kStages * 8; }
   COMMDSL_FN u32 gathered(u32 multiplier) const { return multiplied() + 8 + multiplier * 8; }
@@ -190,19 +194,37 @@ template <class Shape>
 struct Worker {
   const MatmulArgs& args;
   MatmulShared<Shape> shared;
-  u32 fill = 0;
+  u32 stage = 0, parity = 0;  // of the next fill
 
   COMMDSL_FN explicit Worker(const MatmulArgs& args) : args(args) {}
   COMMDSL_FN Taken taken(u32 n) const {
     await_phase(shared.said(n), shared.turn(n));
-    Vector16 word[sizeof(Taken) / 16];
-    for (u32 i = 0; i < sizeof(Taken) / 16; ++i) load_shared(word[i], shared.entry(n) + i * 16);
     Taken found;
-    memcpy(&found, word, sizeof word);
+    for (u32 i = 0; i < sizeof found / 16; ++i) read(reinterpret_cast<char*>(&found) + i * 16, n, i);
+    return found;
+  }
+  // Once more, as long as it lies there: a thread need not hold it.
+  COMMDSL_FN Piece piece(u32 n, u32 at) const {
+    Piece found;
+    read(&found, n, at);
+    return found;
+  }
+  COMMDSL_FN void read(void* found, u32 n, u32 i) const {
+    Vector16 word;
+    load_shared(word, shared.entry(n) + i * 16);
+    memcpy(found, &word, sizeof word);
+  }
+  // Not by division: whoever multiplies narrow tiles has no time for it.
+  COMMDSL_FN u32 next_stage() {
+    const u32 next = stage + 1 == Shape::kStages ? 0 : stage + 1, found = stage;
+    parity ^= next == 0 ? 1 : 0, stage = next;
     return found;
   }
   // It may lie no longer.
   COMMDSL_FN void heard(u32 n) const { arrive<Shape::kBlocks>(shared.heard(n), 0); }
+  COMMDSL_FN static u32 workers() { return gridDim.x / Shape::kBlocks; }
+  // Where nobody waits for this launch, workers have all SMs in the end, and need not ask who is next.
+  COMMDSL_FN bool is_awaited() const { return args.words != 0; }
   COMMDSL_FN MatmulTurn turn(u32 number) const { return reinterpret_cast<const MatmulTurn*>(args.turns)[number]; }
   COMMDSL_FN MatmulSource source(u32 number) const { return reinterpret_cast<const MatmulSource*>(args.sources)[number]; }
   COMMDSL_FN u64* word(i32 number) const { return reinterpret_cast<u64*>(args.words) + number; }
@@ -224,7 +246,7 @@ struct Loader : Worker<Shape> {
 
   // While the block starts.
   COMMDSL_FN void begin() {
-    number = is_awaited() ? 0 : blockIdx.x / Shape::kBlocks - workers();
+    number = this->is_awaited() ? 0 : blockIdx.x / Shape::kBlocks - this->workers();
     take();
     look();
   }
@@ -240,8 +262,8 @@ struct Loader : Worker<Shape> {
       load(taken.piece[0], !are_two);
       if (are_two) load(taken.piece[1], true);
     }
-    const u32 takes = this->args.entries + workers();                               // each finds the end
-    if (is_awaited() && leads() && number + 1 == takes) store_relaxed(claims(), 0);  // for the next launch
+    const u32 takes = this->args.entries + this->workers();                                // each finds the end
+    if (this->is_awaited() && leads() && number + 1 == takes) store_relaxed(claims(), 0);  // for the next launch
   }
 
  private:
@@ -253,12 +275,9 @@ struct Loader : Worker<Shape> {
   // One block of a worker takes for all of them.
   COMMDSL_FN static bool leads() { return Shape::kBlocks == 1 || block_of_cluster() == 0; }
   COMMDSL_FN u64* claims() const { return reinterpret_cast<u64*>(this->args.claims); }
-  COMMDSL_FN static u32 workers() { return gridDim.x / Shape::kBlocks; }
-  // Where nobody waits for this launch, workers have all SMs in the end, and need not ask who is next.
-  COMMDSL_FN bool is_awaited() const { return this->args.words != 0; }
   COMMDSL_FN void take() {
     if (!leads()) return;
-    number = is_awaited() ? static_cast<u32>(atomicAdd(claims(), 1ull)) : number + workers();
+    number = this->is_awaited() ? static_cast<u32>(atomicAdd(claims(), 1ull)) : number + this->workers();
   }
   COMMDSL_FN void look() {
     if (!leads()) return;
@@ -310,12 +329,11 @@ struct Loader : Worker<Shape> {
     known = launch;
   }
 
-  // The next fill, when its stage is empty.
+  // The next stage, when it is empty.
   COMMDSL_FN u32 begin_fill(u32 bytes) {
-    const u32 fill = this->fill++;
-    await_phase(this->shared.empty(fill), this->shared.parity(fill) ^ 1);
-    expect(this->shared.full(fill), bytes);
-    return fill;
+    await_phase(this->shared.empty(this->stage), this->parity ^ 1);
+    expect(this->shared.full(this->stage), bytes);
+    return this->next_stage();
   }
 
   COMMDSL_FN void load_sums(const Piece& piece, const MatmulTurn& turn) {
@@ -330,15 +348,15 @@ struct Loader : Worker<Shape> {
   }
 
   COMMDSL_FN void load_sums(u32 column, u32 row, u32 matrix) {
-    const u32 fill = begin_fill(kMultipliers * 64 * Shape::kOutLine);
+    const u32 stage = begin_fill(kMultipliers * 64 * Shape::kOutLine);
     for (u32 i = 0; i < kMultipliers; ++i) {
-      const u32 to = this->shared.stage(fill) + i * kPanelBytes;
-      tensor_load<1>(to, this->args.sums, column, row + i * Shape::kHigh * 64, matrix, this->shared.full(fill));
+      const u32 to = this->shared.stage(stage) + i * kPanelBytes;
+      tensor_load<1>(to, this->args.sums, column, row + i * Shape::kHigh * 64, matrix, this->shared.full(stage));
     }
   }
 
   COMMDSL_FN void load(const Piece& piece, const MatmulSource& source, u32 depth) {
-    const u32 fill = begin_fill(Shape::kStageBytes), stage = this->shared.stage(fill), mark = this->shared.full(fill);
+    const u32 number = begin_fill(Shape::kStageBytes), stage = this->shared.stage(number), mark = this->shared.full(number);
     load_panels<Shape::kADeep, Shape::kRows, 1>(stage, this->args.a[source.rows], this->row(piece), depth, source.rows_at, mark);
     if constexpr (Shape::kCluster == 1) {
       load_half(piece, source, 0, stage, depth, mark);
@@ -392,32 +410,41 @@ template <class Shape>
 struct Multiplier : Worker<Shape>, Copied<Shape::kCopies> {
   using Result = typename Shape::Result;
   const u32 number = threadIdx.x / kWarpgroup - 1, thread = threadIdx.x % kWarpgroup;
-  u32 stores = 0, tiles = 0;  // `tiles`: stored, and not told of
+  u32 stores = 0, tiles = 0;  // `tiles`: made, and not told of
   float scale = 1;
   float sum[Shape::kHigh][Shape::kSums];
+  // What is made of a tile, of which so many panels are not stored yet, and where it goes. `ends`: nothing comes behind, so it is stored
+  // at once.
+  u32 held[Shape::kHeld][Shape::kWords], unstored = 0, to_row, to_column;
+  u16 to, to_matrix;
+  bool ends = false;
 
   using Worker<Shape>::Worker;
 
   COMMDSL_FN void run() {
     await_launch_before();
     if constexpr (Shape::kFloat8) scale = of_matrix(0) * of_matrix(1);
-    for (Taken taken = this->taken(0), next; !taken.is_end(); taken = next) {
-      make(taken, 0);
-      if (taken.piece[1].last > 0) make(taken, 1);
-      if (thread == 0) this->heard(entries);  // the others have met it since
-      next = this->taken(++entries);
-      if (next.piece[0].turn != taken.piece[0].turn) tell(taken.piece[0].turn);
+    u16 turn = 0;
+    for (u32 n = 0;; ++n) {
+      const Taken taken = this->taken(n);
+      if (n > 0 && taken.piece[0].turn != turn) tell(turn);
+      if (taken.is_end()) break;
+      turn = taken.piece[0].turn;
+      ends = !this->is_awaited() && blockIdx.x / Shape::kBlocks + (n + 1) * this->workers() >= this->args.entries;
+      const u32 count = taken.piece[1].last > 0 ? 2 : 1;
+#pragma unroll 1
+      for (u32 at = 0; at < count; ++at) make(this->piece(n, at), interval(taken, at));
+      if (thread == 0) this->heard(n);  // the others have met it since
     }
     if (thread == 0) await_reads<0>();  // the stores read this block's shared memory
   }
 
  private:
-  u32 entries = 0, pieces = 0;
+  u32 pieces = 0;
 
-  COMMDSL_FN void make(const Taken& taken, u32 at) {
-    const Piece piece = taken.piece[at];
+  COMMDSL_FN void make(const Piece& piece, u64 interval) {
     const MatmulTurn turn = this->turn(piece.turn);
-    Stamps stamps(this->args, interval(taken, at), 0, threadIdx.x == kWarpgroup);  // of one of two that work side by side
+    Stamps stamps(this->args, interval, 0, threadIdx.x == kWarpgroup);  // of one of two that work side by side
     stamps.begin();
     if constexpr (Shape::kCopies) {
       this->copied_at = thread == copier() && piece.column == 0 ? turn.copied_at : -1;
@@ -437,7 +464,7 @@ struct Multiplier : Worker<Shape>, Copied<Shape::kCopies> {
     stamps.end();
   }
 
-  // The first of two of a piece: its product, and what is added and stored.
+  // The first of two of a piece: its product, with what is left to store of the one before, and what is added and rounded, or stored.
   COMMDSL_FN static u64 interval(const Taken& taken, u32 at) {
     return ((u64{taken.entry()} * kTaken + at) * Shape::kBlocks + block_of_cluster()) * 2;
   }
@@ -452,7 +479,7 @@ struct Multiplier : Worker<Shape>, Copied<Shape::kCopies> {
 
   COMMDSL_FN void multiply(u32 steps, Stamps& stamps) {
     if constexpr (Stamps::are_written()) {  // not in the loops, which are to stay as they are
-      await_phase(this->shared.full(this->fill), this->shared.parity(this->fill));
+      await_phase(this->shared.full(this->stage), this->parity);
       stamps.ready();
     }
     if constexpr (Shape::kFloat8) {
@@ -462,21 +489,31 @@ struct Multiplier : Worker<Shape>, Copied<Shape::kCopies> {
     }
   }
 
-  // The products of one stage run while those of the next are begun.
+  // Stores what is left of the tile before in between; loops of their own, as the one without has less to do.
   COMMDSL_FN void multiply_through(u32 steps) {
     settle(sum);
-    for (u32 step = 0; step < steps; ++step) {
-      begin_stage(sum, step > 0);
-      await_products<1>();
-      if (step > 0) {
-        if constexpr (Shape::kCopies) await_copies<1>();
-        release(this->fill - 2);
-      }
+    u32 before = 0, step = 0;
+    if constexpr (Shape::kStoresLate) {
+      for (; step < steps && unstored > 0; store_next()) before = go_on(step++, before);
+      while (unstored > 0) store_next();
+      drop_held();
     }
+    for (; step < steps; ++step) before = go_on(step, before);
     await_products<0>();
     if constexpr (Shape::kCopies) await_copies<0>();
-    release(this->fill - 1);
+    release(before);
     settle(sum);
+  }
+
+  // The products of one stage run while those of the next are begun.
+  COMMDSL_FN u32 go_on(u32 step, u32 before) {
+    const u32 stage = begin_stage(sum, step > 0);
+    await_products<1>();
+    if (step > 0) {
+      if constexpr (Shape::kCopies) await_copies<1>();
+      release(before);
+    }
+    return stage;
   }
 
   // While one multiplier adds the sums of a stage up, the other's products run.
@@ -486,20 +523,20 @@ struct Multiplier : Worker<Shape>, Copied<Shape::kCopies> {
     for (u32 i = 0; i < Shape::kSums; ++i) sum[0][i] = 0;
     for (u32 step = 0; step < steps; ++step) {
       settle(some);
-      begin_stage(some, false);
+      const u32 stage = begin_stage(some, false);
       await_products<0>();
       settle(some);
       if constexpr (Shape::kCopies) await_copies<0>();
-      release(this->fill - 1);
+      release(stage);
 #pragma unroll
       for (u32 i = 0; i < Shape::kSums; ++i) sum[0][i] += some[0][i];
     }
   }
 
   // `adds`: to what is there.
-  COMMDSL_FN void begin_stage(float (&to)[Shape::kHigh][Shape::kSums], bool adds) {
-    await_phase(this->shared.full(this->fill), this->shared.parity(this->fill));
-    const u32 stage = this->shared.stage(this->fill);
+  COMMDSL_FN u32 begin_stage(float (&to)[Shape::kHigh][Shape::kSums], bool adds) {
+    await_phase(this->shared.full(this->stage), this->parity);
+    const u32 stage = this->shared.stage(this->stage);
     u64 a = operand<Shape::kADeep>(stage + number * Shape::kHigh * kPanelBytes), b = operand<Shape::kBDeep>(stage + Shape::kABytes);
     begin_products();
 #pragma unroll
@@ -512,7 +549,7 @@ struct Multiplier : Worker<Shape>, Copied<Shape::kCopies> {
     }
     commit_products();
     if constexpr (Shape::kCopies) copy(stage);
-    ++this->fill;
+    return this->next_stage();
   }
 
   // Who tells the loader of its own block that a stage is empty.
@@ -536,8 +573,8 @@ struct Multiplier : Worker<Shape>, Copied<Shape::kCopies> {
     if (this->copied_at >= 0) await_reads<left>();
   }
 
-  COMMDSL_FN void release(u32 fill) const {
-    if (thread < Shape::kCluster) arrive<Shape::kCluster>(this->shared.empty(fill), thread);
+  COMMDSL_FN void release(u32 stage) const {
+    if (thread < Shape::kCluster) arrive<Shape::kCluster>(this->shared.empty(stage), thread);
   }
 
   // --- sums of the blocks of a cluster, in the order of the depth
@@ -621,6 +658,7 @@ struct Multiplier : Worker<Shape>, Copied<Shape::kCopies> {
 
   // Once a turn, as it takes a while until stores are there.
   COMMDSL_FN void tell(u32 number) {
+    while (unstored > 0) store_next();
     const i32 stored = this->turn(number).stored;
     if (thread == 0 && tiles > 0 && stored >= 0) {
       await_writes();
@@ -636,27 +674,62 @@ struct Multiplier : Worker<Shape>, Copied<Shape::kCopies> {
   COMMDSL_FN u32 own_column(u32 i) const { return i / 4 * 8 + thread % 4 * 2; }
 
   COMMDSL_FN void store(const MatmulTurn& turn, u32 row, u32 column, Stamps& stamps) {
+    to = turn.result, to_matrix = turn.result_at, to_row = row, to_column = column;
+#pragma unroll
+    for (u32 panel = 0; panel < Shape::kMade; ++panel) {
+      make_panel(held[panel % Shape::kHeld], panel, turn.count, stamps);
+      if (!Shape::kStoresLate || ends) store_panel(panel, held[panel % Shape::kHeld]);
+    }
+    if (!Shape::kStoresLate || ends) return;
+    unstored = Shape::kMade;
+    meet();  // all have read what was taken
+  }
+
+  // The next panel comes to the place of the one that is stored: registers have no index.
+  COMMDSL_FN void store_next() {
+    store_panel(Shape::kHeld - unstored, held[0]);
+    --unstored;
+#pragma unroll
+    for (u32 i = Shape::kWords; i < Shape::kHeld * Shape::kWords; ++i) {
+      held[i / Shape::kWords - 1][i % Shape::kWords] = held[i / Shape::kWords][i % Shape::kWords];
+    }
+  }
+
+  // Nothing is lost when all is stored, and registers are free.
+  COMMDSL_FN void drop_held() {
+#pragma unroll
+    for (u32 i = 0; i < Shape::kHeld * Shape::kWords; ++i) held[i / Shape::kWords][i % Shape::kWords] = 0;
+  }
+
+  // Those of the same columns, one below the other, come one after the other.
+  COMMDSL_FN static u32 first_of(u32 panel) { return Shape::panel_column(panel / Shape::kHigh * Shape::kOutElements); }
+
+  COMMDSL_FN void make_panel(u32 (&word)[Shape::kWords], u32 panel, u32 matrices, Stamps& stamps) {
     constexpr u32 sums = Shape::kOutElements / 2;  // of a thread, in a panel
+    float value[sums];
 #pragma unroll
-    for (u32 at = 0; at < Shape::kStored; at += Shape::kOutElements) {
-      const u32 first = Shape::panel_column(at) / 2;
+    for (u32 i = 0; i < sums; i += 2) activate(sum[panel % Shape::kHigh], first_of(panel) / 2 + i, to_column, value + i);
+    if constexpr (Shape::kAdds) add_sums(matrices, value, stamps);
 #pragma unroll
-      for (u32 high = 0; high < Shape::kHigh; ++high, ++stores) {
-        float value[sums];
-#pragma unroll
-        for (u32 i = 0; i < sums; i += 2) activate(sum[high], first + i, column, value + i);
-        if constexpr (Shape::kAdds) add_sums(turn.count, value, stamps);
-        const u32 panel = this->shared.panel(number, stores);
-        if (thread == 0) await_reads<Shape::kPanels - 1>();
-        meet();
-        put(panel, value);
-        fence_proxies_of_shared();
-        meet();
-        if (thread == 0) {
-          tensor_store(this->args.c[turn.result], column + first * 2, row + high * 64, turn.result_at, panel);
-          commit_group();
-        }
+    for (u32 i = 0; i < Shape::kWords; ++i) {
+      if constexpr (Shape::kOutBytes == 2) {
+        word[i] = Result::narrow_pair(value[2 * i], value[2 * i + 1]);
+      } else {
+        word[i] = bits_of_float(value[i]);
       }
+    }
+  }
+
+  COMMDSL_FN void store_panel(u32 panel, const u32 (&word)[Shape::kWords]) {
+    const u32 from = this->shared.panel(number, stores++);
+    if (thread == 0) await_reads<Shape::kPanels - 1>();
+    meet();
+    put(from, word);
+    fence_proxies_of_shared();
+    meet();
+    if (thread == 0) {
+      tensor_store(this->args.c[to], to_column + first_of(panel), to_row + panel % Shape::kHigh * 64, to_matrix, from);
+      commit_group();
     }
   }
 
@@ -684,9 +757,9 @@ struct Multiplier : Worker<Shape>, Copied<Shape::kCopies> {
   template <u32 sums>
   COMMDSL_FN void add_sums(u32 matrices, float (&value)[sums], Stamps& stamps) {
     for (u32 at = 0; at < matrices; ++at) {
-      await_phase(this->shared.full(this->fill), this->shared.parity(this->fill));
+      await_phase(this->shared.full(this->stage), this->parity);
       stamps.ready();
-      const u32 lines = this->shared.stage(this->fill) + number * kPanelBytes;
+      const u32 lines = this->shared.stage(this->stage) + number * kPanelBytes;
 #pragma unroll
       for (u32 i = 0; i < sums; i += 8) {
         u32 word[4];
@@ -695,7 +768,7 @@ struct Multiplier : Worker<Shape>, Copied<Shape::kCopies> {
         for (u32 w = 0; w < 4; ++w) add_pair(value + i + 2 * w, word[w]);
       }
       meet();  // all have read
-      release(this->fill++);
+      release(this->next_stage());
     }
   }
 
@@ -713,21 +786,17 @@ struct Multiplier : Worker<Shape>, Copied<Shape::kCopies> {
   // Of 16 bits: where a thread points at what its warp has from sum i on.
   COMMDSL_FN u32 own_matrices(u32 i) const { return swizzled(thread / 32 * 16 + thread % 16, thread % 32 / 16 + i / 4); }
 
-  template <u32 sums>
-  COMMDSL_FN void put(u32 panel, const float (&value)[sums]) const {
-    if constexpr (sizeof(typename Result::Storage) == 2) {
+  COMMDSL_FN void put(u32 panel, const u32 (&word)[Shape::kWords]) const {
+    if constexpr (Shape::kOutBytes == 2) {
 #pragma unroll
-      for (u32 i = 0; i < sums; i += 8) {
-        u32 word[4];
-#pragma unroll
-        for (u32 w = 0; w < 4; ++w) word[w] = Result::narrow_pair(value[i + 2 * w], value[i + 2 * w + 1]);
-        store_matrices(panel + own_matrices(i), word);
+      for (u32 i = 0; i < Shape::kWords; i += 4) {
+        store_matrices(panel + own_matrices(2 * i), {word[i], word[i + 1], word[i + 2], word[i + 3]});
       }
     } else {
 #pragma unroll
-      for (u32 i = 0; i < sums; i += 2) {
+      for (u32 i = 0; i < Shape::kWords; i += 2) {
         const u32 at = own_column(i) * 4;
-        store_shared(panel + swizzled(own_row(i), at / 16) + at % 16, value[i], value[i + 1]);
+        store_shared(panel + swizzled(own_row(i), at / 16) + at % 16, float_of_bits(word[i]), float_of_bits(word[i + 1]));
       }
     }
   }
