@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from commdsl.build.matmul import Product, Tiling, cut_tiles, shares
+from commdsl.build.matmul import FLOAT8, Product, Tiling, cut_tiles, shares
 
 _SPLIT = {2: (80, 128, 160, 224), 4: (64, 96, 128)}
 WAYS = (
@@ -21,13 +21,15 @@ WAYS = (
 )
 """Those that were the fastest for some product."""
 
-# Microseconds, fitted to what was measured. Of a stage, 128 rows and a column of a tile: to multiply them, to read one
-# when all SMs read and, of that, when the others are idle; how much of it a cluster of two saves.
-_MULTIPLY, _READ, _ALONE, _SAVED = 0.00295, 0.00167, 0.72, 0.063
-# A launch; a tile, whatever its size; what becomes of the sums of one of 128 x 256; what it costs a tile that two
-# blocks meet, or that several share its depth, in all and for what they send each other; a part more, of such a tile,
-# and that parts are uneven.
-_LAUNCH, _TILE, _STORE, _MEET, _SHARE, _SEND, _PART, _UNEVEN = 0.4, 0.14, 1.68, 0.45, 1.5, 5.7, 3.4, 15.0
+# Microseconds, fitted to what was measured. Of a stage, 128 rows and a column of a tile: to multiply them; a line of
+# 128 bytes that comes from the L2 cache, where a product is of so many operations that power limits its clock; to read
+# one when all SMs read and, of that, when the others are idle; how much of it a cluster of two saves.
+_MULTIPLY, _HEAT, _HOT, _READ, _ALONE, _SAVED = 0.00295, 0.00012, 7e11, 0.00167, 0.72, 0.063
+# A launch; a tile, whatever its size; what becomes of the sums of one of 128 x 256, and how much of that the next one's
+# products hide; what it costs a tile that two blocks meet, or that several share its depth, in all and for what they
+# send each other; a part more, of such a tile; that parts are uneven, and that no two blocks read the same at a time.
+_LAUNCH, _TILE, _STORE, _HIDDEN, _MEET, _SHARE, _SEND = 0.4, 0.14, 1.68, 0.9, 0.45, 1.5, 5.7
+_PART, _UNEVEN, _APART = 3.4, 5.0, 44.0
 _BYTES = 3.7e6  # that memory brings
 
 
@@ -57,20 +59,35 @@ def _making(product: Product, tiling: Tiling, sms: int, cut: Sequence[int]) -> f
     if tiling.split > 1:
         each += _SHARE + _SEND * size * (1 - 1 / tiling.split)
     waves, products, others = -(-whole // workers), 0.0, 0.0
+    hidden = _HIDDEN * size / tiling.cluster if _stores_late(product, tiling) else 0.0
     if waves:
-        products = waves * -(-depth // tiling.split) * _stage(tiling, whole / waves)
+        products = waves * -(-depth // tiling.split) * _stage(product, tiling, whole / waves)
     for left in filter(None, cut):
         dealt = shares(left, depth, tiling.parts, workers)
-        products += left * depth / dealt * _stage(tiling, dealt)
-        others += each + _PART * size * (dealt / left - 1) + (_UNEVEN if dealt % left else 0)
-    return waves * each + others + max(products, _bytes(product) / _BYTES)
+        products += left * depth / dealt * _stage(product, tiling, dealt)
+        others += each + _PART * size * (dealt / left - 1)
+        if dealt % left:
+            others += _UNEVEN + _APART * (-dealt % left / left) / tiling.cluster
+    stored = waves * each - max(waves - 1, 0) * hidden
+    return stored + others + max(products, _bytes(product) / _BYTES)
 
 
-def _stage(tiling: Tiling, clusters: float) -> float:
+def _stores_late(product: Product, tiling: Tiling) -> bool:
+    """As matmul.cuh has it."""
+    return (tiling.columns, tiling.rows) == (256, 128) and product.dtype != FLOAT8 and product.result_bytes == 2
+
+
+def _stage(product: Product, tiling: Tiling, clusters: float) -> float:
     """While so many clusters are at work."""
     lines = tiling.rows + tiling.columns * (1 - _SAVED * (tiling.cluster - 1))
     busy = _ALONE + (1 - _ALONE) * clusters * tiling.blocks / 132
-    return max(_MULTIPLY * tiling.columns * tiling.rows / 128, _READ * lines * busy)
+    heat = _HEAT * (tiling.rows + tiling.columns / tiling.cluster) if _is_hot(product) else 0.0
+    return max(_MULTIPLY * tiling.columns * tiling.rows / 128 + heat, _READ * lines * busy)
+
+
+def _is_hot(product: Product) -> bool:
+    """Of float8 nothing was measured."""
+    return product.dtype != FLOAT8 and 2.0 * product.turns * product.rows * product.columns * product.depth >= _HOT
 
 
 def _bytes(product: Product) -> int:
