@@ -10,24 +10,23 @@ import argparse
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from statistics import median
 
 import torch
 import torch.distributed as dist
 
 import commdsl
+from benchmarks import host as host_time
 from benchmarks import ours, peers
 from benchmarks.cases import Candidate, Case, Collective, on_sms, size_name
 from benchmarks.link import Link, arena_bytes
 from benchmarks.measure import Bench, captured
 from benchmarks.peers import Arena
-from benchmarks.report import CHOSEN, NCCL, NCCL_WINDOW, NO_TIME, ONE_SHOT, TWO_SHOT, Kind, Result, Row, Timing, number
+from benchmarks.report import CHOSEN, NCCL, NCCL_WINDOW, NO_TIME, ONE_SHOT, TWO_SHOT, Kind, Result, Row, number
 from benchmarks.rows import Entry, Limits, measured, status_of
 
 DTYPE = torch.bfloat16
 HOST_NUMEL = 512
 HOST_CALLS = 100
-HOST_ROUNDS = 50
 
 
 class Peers:
@@ -165,34 +164,13 @@ def _over_sms(row: Row, free: Candidate, bounded: Sequence[Candidate]) -> list[s
 
 
 def host(bench: Bench) -> tuple[list[list[object]], list[str]]:
-    """How long the host is held by a call of 1 KB, the GPU not waited for: ours beside torch.distributed's.
-
-    Returns lines (call, median, p10, p90 of rank 0, median of the slowest rank), and the same to be read.
-    """
+    """How long the host is held by a call of 1 KB: ours beside torch.distributed's. As `host.held` returns it."""
     x = torch.ones(HOST_NUMEL, dtype=DTYPE, device=bench.device)
     buffer = x.clone()
-    calls: dict[str, Callable[[], object]] = {
-        "commdsl.all_reduce": lambda: commdsl.all_reduce(x, group=bench.group),
-        "torch.distributed.all_reduce": lambda: dist.all_reduce(buffer, group=bench.group),
+    calls: dict[str, tuple[Callable[[], object], int]] = {
+        "commdsl.all_reduce": (lambda: commdsl.all_reduce(x, group=bench.group), HOST_CALLS),
+        "torch.distributed.all_reduce": (lambda: dist.all_reduce(buffer, group=bench.group), HOST_CALLS),
     }
-    for name in list(calls):
-        graph = captured(calls[name], HOST_CALLS)
-        calls[f"a graph of {HOST_CALLS} x {name}, replayed"] = graph.replay
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(HOST_ROUNDS):
-        for name, call in calls.items():
-            count = HOST_CALLS if name in ("commdsl.all_reduce", "torch.distributed.all_reduce") else 1
-            bench.barrier()
-            begin = time.perf_counter()
-            for _ in range(count):
-                call()
-            times[name].append(1e6 * (time.perf_counter() - begin) / count)
-    torch.cuda.synchronize()
-    slowest = {name: max(bench.everyone(median(found))) for name, found in times.items()}
-    here = {name: Timing.of(found) for name, found in times.items()}
-    lines: list[list[object]] = [
-        [name, *(f"{value:.4g}" for value in (found.median, found.low, found.high, slowest[name]))]
-        for name, found in here.items()
-    ]
-    notes = [f"host microseconds of an eager call of {2 * HOST_NUMEL} bytes: median on the slowest rank, then rank 0"]
-    return lines, notes + [f"{number(slowest[name], 2):>8}  {found!s:>22}  {name}" for name, found in here.items()]
+    for name, (call, _) in tuple(calls.items()):
+        calls[f"a graph of {HOST_CALLS} x {name}, replayed"] = captured(call, HOST_CALLS).replay, 1
+    return host_time.held(bench, calls, f"{2 * HOST_NUMEL} bytes")

@@ -12,6 +12,9 @@ what `overlap` chooses. All but async-TP are in CUDA graphs of as many calls. Ev
 timed. Exit code 1: a wrong result, or a call of ours that failed. The table comes last, whatever happened; `*` marks a
 figure that is missed.
 
+`--host` gives the CPU time of eager calls alone: of NCCL and cuBLAS in sequence, of what `overlap` chooses, and of that
+where there are gradients.
+
 `--dry-run` does all but time, on processors, without what needs a GPU:
 
     torchrun --nproc-per-node 2 benchmarks/products.py --dry-run --rows 32 --shapes 16x24
@@ -53,6 +56,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     add("--shapes", nargs="+", type=shape_of, help="K x N as in 8192x3584, of every way")
     add("--ways", nargs="+", type=Way, choices=list(Way), default=list(Way))
     add("--elements", nargs="+", type=Element, choices=list(Element), default=[Element.BFLOAT16])
+    add("--host", action="store_true", help="CPU time of an eager call")
     return parsed(parser, arguments)
 
 
@@ -73,9 +77,14 @@ class Output(Contests):
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """The exit code."""
+    from benchmarks.host import held
     from benchmarks.products_calls import Stage
 
     bench = output.begin()
+    if options.host:
+        for case in cases_of(options, bench.ranks):
+            output.notes += held(bench, Stage(bench, case).eager(), f"{case.way}, {case.name}")[1]
+        return output.exit_code(bench)
     for case in cases_of(options, bench.ranks):
         missing = {ASYNC} if case.way in (Way.EXCHANGE, Way.RETURN) else set()
         missing |= {ALONE, ASYNC} if options.dry_run else set()

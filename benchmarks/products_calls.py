@@ -42,6 +42,12 @@ BYTES = torch.uint8
 NEAR = 2.0**-7
 """Of whole numbers sums of products are exact, and rounded once; NCCL's more often, where they are large."""
 
+PEER = "in sequence"
+"""Of `STREAMS`, whose host's time stands beside ours."""
+
+HOST_CALLS = 8
+"""In a row, of which the GPU takes a few milliseconds."""
+
 SCALES = (0.5, 4.0)
 """Of float8: of rows, and of weights."""
 
@@ -176,6 +182,18 @@ class Stage:
         op = commdsl.load(self.operator.schedule, params={"C": pieces}, ranks=self.case.ranks, tune=tune)
         rows, factor = self.operands()
         return lambda: op(rows, factor, *self.scales)  # type: ignore[return-value]  # one result
+
+    def eager(self) -> dict[str, tuple[Callable[[], object], int]]:
+        """Calls of which the host's time is asked, each so often in a row: of the peer, and of ours, also where there
+        are gradients, which are made, too, where it goes there and back.
+        """
+        named, called = f"{CHOSEN}, with gradients", getattr(commdsl.overlap, OPERATORS[self.case.way])
+        x, w = (one.clone().requires_grad_() for one in (self.x, self.w))
+        back = torch.ones_like(called(self.x, self.w))
+        calls: dict[str, Callable[[], object]] = {name: self._call(name) for name in (PEER, CHOSEN)}
+        calls[named] = lambda: called(x, w)
+        calls[f"{named}, there and back"] = lambda: torch.autograd.grad(called(x, w), (x, w), back)
+        return {name: (call, HOST_CALLS) for name, call in calls.items()}
 
     def operands(self) -> tuple[Tensor, Tensor]:
         """As schedules have them."""

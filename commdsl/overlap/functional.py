@@ -19,6 +19,7 @@ from commdsl.overlap.calls import NAMESPACE, call
 from commdsl.overlap.programs import EXCHANGE, GATHER, REDUCE, RETURN, SCATTER, operands, program, program_with_rows
 from commdsl.overlap.sequence import WAYS, multiply_there
 from commdsl.runtime import collective_ops, collectives, groups, menu
+from commdsl.runtime.eager import skips_dispatcher
 from commdsl.runtime.errors import GradientError, TensorError
 from commdsl.runtime.operators import define
 from commdsl.runtime.tensors import FLOAT8, check_scales, made_of
@@ -158,7 +159,15 @@ def _call(name: str, x: Tensor, w: Tensor, group: Any, *scales: Tensor | None) -
     given = [one for one in scales if one is not None]
     if given and torch.is_grad_enabled() and any(one.requires_grad for one in (x, w, *given)):
         raise GradientError(f"`{name}` of {FLOAT8} has no gradient: call it under torch.no_grad()")
-    return call(__name__, name, _RUNS[name], (_cast(x), _cast(w)), groups.name_of(group), *scales)
+    return _operator(name, _cast(x), _cast(w), groups.name_of(group), *scales)
+
+
+def _operator(name: str, x: Tensor, w: Tensor, group_name: str, *scales: Tensor | None) -> Any:
+    is_differentiated = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
+    if is_differentiated and skips_dispatcher((x, w), but_gradients=True):
+        library()  # which gradients call
+        return gradients.Direct.apply(x, w, group_name, _RUNS[name], _OPERATORS[name][1:], _operator)  # type: ignore[no-untyped-call] # torch's
+    return call(__name__, name, _RUNS[name], (x, w), group_name, *scales)
 
 
 def _cast(x: Tensor) -> Tensor:
@@ -348,6 +357,18 @@ def _fake_replicated(x: Tensor, w: Tensor, group_name: str) -> Tensor:
     return x.new_empty(_multiplied("replicated_matmul", x, w))
 
 
+_OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., None]]] = {
+    "all_gather_matmul": (_fake_gather, gradients.gather_back, gradients.keep),
+    "all_gather_matmul_rows": (_fake_rows, gradients.rows_back, gradients.keep_rows),
+    "matmul_reduce_scatter": (_fake_scatter, gradients.scatter_back, gradients.keep),
+    "matmul_all_reduce": (_fake_reduce, gradients.reduce_back, gradients.keep),
+    "matmul_all_to_all": (_fake_exchange, gradients.exchange_back, gradients.keep),
+    "all_to_all_matmul": (_fake_return, gradients.return_back, gradients.keep),
+    "all_to_all_matmul_rows": (_fake_return_rows, gradients.return_rows_back, gradients.keep_rows),
+    "replicated_matmul": (_fake_replicated, gradients.replicated_back, gradients.keep),
+}
+"""What each gives without data, how its gradients are made, and what keeps what they need."""
+
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
@@ -361,16 +382,7 @@ def library() -> None:
 def _library() -> torch.library.Library:
     made = torch.library.Library(NAMESPACE, "FRAGMENT")
     collective_ops.library()  # of gradients
-    for name, fake, back, keep in (
-        ("all_gather_matmul", _fake_gather, gradients.gather_back, gradients.keep),
-        ("all_gather_matmul_rows", _fake_rows, gradients.rows_back, gradients.keep_rows),
-        ("matmul_reduce_scatter", _fake_scatter, gradients.scatter_back, gradients.keep),
-        ("matmul_all_reduce", _fake_reduce, gradients.reduce_back, gradients.keep),
-        ("matmul_all_to_all", _fake_exchange, gradients.exchange_back, gradients.keep),
-        ("all_to_all_matmul", _fake_return, gradients.return_back, gradients.keep),
-        ("all_to_all_matmul_rows", _fake_return_rows, gradients.return_rows_back, gradients.keep_rows),
-        ("replicated_matmul", _fake_replicated, gradients.replicated_back, gradients.keep),
-    ):
+    for name, (fake, back, keep) in _OPERATORS.items():
         results = "(Tensor, Tensor)" if name.endswith("_rows") else "Tensor"
         scales = "" if fake is _fake_replicated else ", Tensor? scale_x=None, Tensor? scale_w=None"
         define(made, f"{name}(Tensor x, Tensor w, str group_name{scales}) -> {results}", _RUNS[name], fake)

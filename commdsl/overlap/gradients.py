@@ -39,6 +39,34 @@ def keep_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
     ctx.set_materialize_grads(False)
 
 
+class Direct(torch.autograd.Function):
+    """A call of an operator that has gradients, where torch's dispatcher has nothing else to do: it takes the host as
+    long as the call does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        group_name: str,
+        run: Callable[..., Any],
+        ways: tuple[Callable[..., Gradients], Callable[..., None]],
+        call: Callable[..., Any],
+    ) -> Any:
+        """`run` makes the call; `ways`: of its gradients, and to keep what they need; `call` makes calls in them."""
+        given = x, w, group_name
+        with torch._C._AutoDispatchBelowAutograd():  # what is new is nobody's view
+            made = run(*given)
+        (ctx.back, keeps), ctx.call = ways, call
+        keeps(ctx, given, made)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        return (*padded(ctx.back, ctx, *gradients), None, None, None)
+
+
 def gather_back(ctx: Any, gradient: Tensor) -> Gradients:
     return _brought_back(ctx, gradient, "matmul_reduce_scatter", _all_rows)
 
@@ -50,7 +78,7 @@ def return_back(ctx: Any, gradient: Tensor) -> Gradients:
 def _brought_back(ctx: Any, gradient: Tensor, operator: str, brought: Callable[[Tensor, str], Tensor]) -> Gradients:
     """Of an operator that multiplies what `brought` makes of x; `operator` multiplies on the way back."""
     x, w = ctx.saved_tensors
-    of_x = None if w is None else _called(operator, gradient, w.t(), ctx.group_name)
+    of_x = None if w is None else _called(ctx, operator, gradient, w.t(), ctx.group_name)
     return of_x, None if x is None else _of_weights(gradient, brought(x, ctx.group_name))
 
 
@@ -77,7 +105,7 @@ def _with_rows_back(
     (gradient, of_rows), (rows, w) = of_results, kept
     of_x = of_w = None
     if gradient is not None and w is not None:
-        of_x = _called(operator, gradient, w.t(), ctx.group_name)
+        of_x = _called(ctx, operator, gradient, w.t(), ctx.group_name)
     if gradient is not None and rows is not None:
         of_w = _of_weights(gradient, rows)
     if of_rows is not None and ctx.needs_input_grad[0]:
@@ -109,8 +137,8 @@ def _sent_back(
     if w is None:
         return None, _of_weights(brought(gradient, ctx.group_name), x)
     if x is None:
-        return _called(operator, gradient, w.t(), ctx.group_name), None
-    of_x, there = _called(f"{operator}_rows", gradient, w.t(), ctx.group_name)
+        return _called(ctx, operator, gradient, w.t(), ctx.group_name), None
+    of_x, there = _called(ctx, f"{operator}_rows", gradient, w.t(), ctx.group_name)
     return of_x, _of_weights(rows_of(there), x)
 
 
@@ -122,8 +150,11 @@ def replicated_back(ctx: Any, gradient: Tensor) -> Gradients:
     return _brought_back(ctx, gradient, "matmul_all_reduce", _as_it_is)
 
 
-def _called(operator: str, *tensors: Any) -> Any:
-    return getattr(torch.ops.commdsl_overlap, operator)(*tensors)
+def _called(ctx: Any, operator: str, x: Tensor, w: Tensor, group_name: str) -> Any:
+    """By torch's dispatcher, where that called what this is a gradient of."""
+    if hasattr(ctx, "call"):
+        return ctx.call(operator, x, w, group_name)
+    return getattr(torch.ops.commdsl_overlap, operator)(x, w, group_name)
 
 
 def _as_it_is(x: Tensor, group_name: str) -> Tensor:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 
 from commdsl.overlap.auto import OPERATORS, Product, choose
 from commdsl.planner.tuning.selection import SEQUENCE, Choice
 from commdsl.runtime import groups, menu
+from commdsl.runtime.calls import MAX_KEPT
 from commdsl.runtime.load import load
 from commdsl.runtime.op import Op
 from commdsl.runtime.tensors import ALIGNMENT, FLOAT8, lies_in_lines, made_of
@@ -56,17 +58,18 @@ def _in_lines(matrix: torch.Tensor) -> torch.Tensor:
 
 def program(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) -> Op | None:
     """x, w: `operands`."""
-    chosen = _choice(operator, x, w, group_name)
-    return None if chosen is None else _loaded(chosen)
+    product = _product(operator, x, w, group_name)
+    return None if product is None else _chosen("", x.device, *product)
 
 
 def program_with_rows(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) -> Op | None:
     """As that of `GATHER` or `RETURN`, and chosen as that is."""
-    chosen = _choice(operator, x, w, group_name)
-    return None if chosen is None else _loaded(replace(chosen, schedule=chosen.schedule + WITH_ROWS))
+    product = _product(operator, x, w, group_name)
+    return None if product is None else _chosen(WITH_ROWS, x.device, *product)
 
 
-def _choice(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) -> Choice | None:
+def _product(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) -> tuple[Any, ...] | None:
+    """The fields of what is chosen for, None where no schedule multiplies."""
     ranks = menu.size(group_name)
     called = OPERATORS[operator]
     rows = x.shape[0] if called.all_rows else x.shape[0] * ranks
@@ -76,10 +79,15 @@ def _choice(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) ->
     if rows % ranks:
         return None
     travels = x.dtype if called.gathers else made_of(x.dtype)
-    product = Product(operator, rows, x.shape[1], columns, ranks, travels.itemsize, x.dtype == FLOAT8)
-    chosen = choose(product, menu.name_of_device(x.device))
+    return operator, rows, x.shape[1], columns, ranks, travels.itemsize, x.dtype == FLOAT8
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def _chosen(suffix: str, device: torch.device, *product: Any) -> Op | None:
+    """What is chosen for a product, which is the same in every call; `suffix`: of its schedule's name."""
+    chosen = choose(Product(*product), menu.name_of_device(device))
     _LOGGER.debug("%s of %d bytes runs %s", chosen.collective, chosen.nbytes, chosen)
-    return None if chosen.schedule == SEQUENCE else chosen
+    return None if chosen.schedule == SEQUENCE else _loaded(replace(chosen, schedule=chosen.schedule + suffix))
 
 
 def row_program(x: torch.Tensor, group_name: str) -> Op | None:

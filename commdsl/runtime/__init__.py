@@ -13,6 +13,7 @@ Assumes torch; on GPUs also cupy, and nvshmem4py where a group reaches several m
     error_page    where kernels say who is missing
     said          calls -> digests that ranks compare, and words that they say when they raise
     desk, failures   what kernels of a group share, by which all give up when one does; a report -> an exception
+    driver        what calls ask of CUDA's driver, as lists
     kernel, phases, engine   something built -> something that runs one call, by SMs or by the copy engine
     stream_order  calls on several streams -> one order
     workspace     where the calls of one Program run
@@ -36,6 +37,7 @@ Assumes torch; on GPUs also cupy, and nvshmem4py where a group reaches several m
     functions     what a call with visits is given -> tensors, and the caller's functions by name
     visits, streams   a call of several launches, with the caller's function between them; the streams it takes
     products, fused   a call of several launches, with products between them; those as one launch of our kernel
+    listed, again   such a call -> what it asks of the driver; calls on tensors where others were before -> that again
     timing        such a call -> how long each visit took, and what travelled meanwhile
     stamps        calls of a Plan that writes time stamps -> what they say
     eager         whether a call may pass torch's dispatcher by

@@ -30,7 +30,12 @@ class Gpu:
             torch.cuda.synchronize(index)  # the first call of a thread to the runtime binds the device's context
             self.context = self.current_context()
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether the thread has this GPU's context."""
+        return bool(self.current_context() == self.context)
+
     def bind(self) -> None:
         """Inside `torch.cuda.device(index)`: a thread new to CUDA has the device, but no context yet."""
-        if self.current_context() != self.context:
+        if not self.is_bound:
             self._set_context(self.context)

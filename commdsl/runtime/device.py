@@ -26,6 +26,7 @@ from commdsl.runtime.bootstrap import Bootstrap, Exchange, World
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.desk import Notice
 from commdsl.runtime.device_heap import DeviceHeap, FarHeap
+from commdsl.runtime.driver import Asked, Driver, play
 from commdsl.runtime.engine import EngineKernel
 from commdsl.runtime.error_page import PAGE_BYTES, ErrorPage
 from commdsl.runtime.errors import CaptureError, DeviceError, GroupError
@@ -139,6 +140,33 @@ class DeviceCommunicator(Communicator):
     def streams(self) -> TwoStreams:
         return TwoStreams(self.index, self._beside.of_torch)
 
+    @property
+    def beside(self) -> int:
+        """The stream for what travels while the caller computes."""
+        return self._beside.handle
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether torch's current stream is."""
+        return self._gpu.capturing()
+
+    @property
+    def current_stream(self) -> int:
+        """torch's."""
+        found: int = self._gpu.stream_handle(self.index)
+        return found
+
+    def play(self, calls: Sequence[Asked]) -> None:
+        """A call from its beginning to its end, of which what other calls come behind is what goes beside the caller's
+        stream: as that of `DeviceStart.begin`. The caller's is not to be waited for, where a product waits for others.
+        """
+        gpu, beside = self._gpu, self._beside.of_torch
+        with self.order.lock, contextlib.nullcontext() if gpu.is_bound else torch.cuda.device(gpu.index):
+            gpu.bind()
+            self.order.enter(beside)
+            play(calls)
+            self.order.leave(beside)
+
     def read_desk(self) -> bytes:
         import cupy  # where there is a GPU
 
@@ -198,6 +226,15 @@ class DeviceStart:
                 rest()
 
         return end
+
+    def ask(
+        self, driver: Driver, changing: Sequence[int], stream: int, told: int, between: Callable[[], None]
+    ) -> Callable[[], None]:
+        """As `begin`, of another driver and in no order with other calls: nothing is started."""
+        assert isinstance(self._kernel, EngineKernel)
+        with self._order.lock:
+            self._prepared.point(*changing)
+            return self._kernel.ask(driver, self._prepared, stream, told, between)
 
     @contextlib.contextmanager
     def _ordered(self, stream: torch.cuda.Stream) -> Iterator[None]:

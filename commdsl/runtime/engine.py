@@ -26,11 +26,10 @@ from typing import TypeAlias
 
 from commdsl.program.arguments import arguments
 from commdsl.program.plan import Plan
+from commdsl.runtime.driver import DEVICE_TO_DEVICE, Asked, Driver, of_cupy, play
 from commdsl.runtime.kernel import Prepared
 from commdsl.runtime.phases import TOLD, Copy, Flags, Wave, phases
 from commdsl.runtime.workspace import nothing
-
-DEVICE_TO_DEVICE = 3  # cudaMemcpyKind
 
 MAX_KEPT = 1 << 14
 """Calls of the driver that are kept, half a kilobyte each: training has the same addresses in every step."""
@@ -55,9 +54,6 @@ class _Fork:
 
 _Script: TypeAlias = tuple[Flags | _Fork, ...]
 
-_Asked: TypeAlias = tuple[Callable[..., object], tuple[int, ...]]
-"""A call of the driver's, and what it is given."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Call:
@@ -65,9 +61,9 @@ class _Call:
     at.
     """
 
-    opening: tuple[_Asked, ...]
-    begin: tuple[_Asked, ...]
-    rest: tuple[_Asked, ...]
+    opening: tuple[Asked, ...]
+    begin: tuple[Asked, ...]
+    rest: tuple[Asked, ...]
     kept: tuple[object, ...]
 
     @property
@@ -75,7 +71,7 @@ class _Call:
         return len(self.opening) + len(self.begin) + len(self.rest)
 
     def end(self) -> None:
-        _play(self.rest)
+        play(self.rest)
 
 
 class EngineKernel:
@@ -87,8 +83,7 @@ class EngineKernel:
 
         moves = self._moves = plan.moves
         self._rank = rank
-        self._driver = cupy.cuda.driver
-        self._runtime = cupy.cuda.runtime
+        self._driver = of_cupy()
         self._heaps, self._tensors = struct.Struct(f"<{moves.num_ranks}Q"), struct.Struct(f"<{len(moves.tensors)}Q")
         self._heaps_at, self._tensors_at = (arguments(plan).offset(name) for name in ("heap", "tensors"))
         self._landing_at = arguments(plan).offset("landing") if moves.lands else 0
@@ -125,40 +120,54 @@ class EngineKernel:
         key = prepared, prepared.arguments.raw, stream, copies, told
         call = self._calls.get(key)
         if call is None:
-            call = self._listed(prepared, stream, copies, told)
+            call = self._listed(self._driver, prepared, streams, told)
             self._kept += call.length
             if self._kept > MAX_KEPT:
                 self._calls.clear()
                 self._kept = call.length
             self._calls[key] = call
-        _play(call.opening)
+        play(call.opening)
         between()
-        _play(call.begin)
+        play(call.begin)
         return call.end
 
-    def _listed(self, prepared: Prepared, stream: int, copies: int, told: int) -> _Call:
+    def ask(
+        self, driver: Driver, prepared: Prepared, stream: int, told: int, between: Callable[[], None]
+    ) -> Callable[[], None]:
+        """As `begin`, with another driver's calls, which are not kept. What they point at is there as long as what this
+        returns.
+        """
+        call = self._listed(driver, prepared, (stream, self._ahead), told)
+        play(call.opening)
+        between()
+        play(call.begin)
+        return call.end
+
+    def _listed(self, driver: Driver, prepared: Prepared, streams: tuple[int, int], told: int) -> _Call:
+        """`streams`: that of the call, and that of its first copies."""
+        stream = streams[0]
         kept = ctypes.create_string_buffer(prepared.arguments.raw, len(prepared.arguments))
         tensors = self._tensors.unpack_from(kept, self._tensors_at)
         bases = (*self._heaps.unpack_from(kept, self._heaps_at), *tensors, *self._landing(kept, tensors))
         script = self._script(prepared, tensors)
         first = next((at for at, step in enumerate(script) if isinstance(step, _Fork)), len(script))
-        rest, turns = list[_Asked](), list[object]()
+        rest, turns = list[Asked](), list[object]()
 
-        def flags(step: Flags, word: int) -> _Asked:
+        def flags(step: Flags, word: int) -> Asked:
             turn = _turn(step, word)
             pointers = (ctypes.c_void_p * 2)(ctypes.addressof(kept), ctypes.addressof(turn))
             turns.append((turn, pointers))
             where = self._function, 1, 1, 1, prepared.threads, 1, 1, 0, stream, ctypes.addressof(pointers), 0
-            return self._driver.launchKernel, where
+            return driver.launch, where
 
         opening = [flags(step, 0) for step in script[:first] if isinstance(step, Flags)]
         forks = [step for step in script[first : first + 1] if isinstance(step, _Fork)]
-        begin = [asked for fork in forks for asked in self._fork(fork, bases, stream, copies)]
-        rest += (asked for fork in forks for asked in self._join(fork, stream, copies))
+        begin = [asked for fork in forks for asked in self._fork(driver, fork, bases, streams)]
+        rest += (asked for fork in forks for asked in self._join(driver, fork, streams))
         for step, word in _telling(script[first + 1 :], told):
             if isinstance(step, _Fork):
-                rest += self._fork(step, bases, stream, stream)
-                rest += self._join(step, stream, stream)
+                rest += self._fork(driver, step, bases, (stream, stream))
+                rest += self._join(driver, step, (stream, stream))
             else:
                 rest.append(flags(step, word))
         return _Call(tuple(opening), tuple(begin), tuple(rest), (kept, *turns))
@@ -169,31 +178,26 @@ class EngineKernel:
             begin = self._heaps.unpack_from(packed, self._landing_at)
             yield from (tensors[space] - begin[self._rank] + there for space in self._lands for there in begin)
 
-    def _fork(self, fork: _Fork, bases: Sequence[int], stream: int, copies: int) -> Iterator[_Asked]:
-        """What has no side goes on the stream `copies`."""
-        record, wait = self._runtime.eventRecord, self._runtime.streamWaitEvent
+    def _fork(self, driver: Driver, fork: _Fork, bases: Sequence[int], streams: tuple[int, int]) -> Iterator[Asked]:
+        """What has no side goes on the second stream."""
+        (stream, copies), record, wait = streams, driver.record, driver.wait
         if fork.sides or copies != stream:
             yield record, (self._forked.ptr, stream)
         for side in fork.sides:
             yield wait, (side.stream, self._forked.ptr, 0)
-            yield from self._start(side.copies, bases, side.stream)
+            yield from _start(driver, side.copies, bases, side.stream)
             yield record, (side.event, side.stream)
         if copies != stream:
             yield wait, (copies, self._forked.ptr, 0)
-        yield from self._start(fork.here, bases, copies)
+        yield from _start(driver, fork.here, bases, copies)
         if copies != stream:
             yield record, (self._copied.ptr, copies)
 
-    def _join(self, fork: _Fork, stream: int, copies: int) -> Iterator[_Asked]:
+    def _join(self, driver: Driver, fork: _Fork, streams: tuple[int, int]) -> Iterator[Asked]:
         """The stream goes on behind all copies of a wave."""
+        stream, copies = streams
         events = [side.event for side in fork.sides] + ([self._copied.ptr] if copies != stream else [])
-        yield from ((self._runtime.streamWaitEvent, (stream, event, 0)) for event in events)
-
-    def _start(self, copies: Sequence[Copy], bases: Sequence[int], stream: int) -> Iterator[_Asked]:
-        for copy in copies:
-            (to, at), (base, offset) = copy.dest, copy.source
-            dest, source = bases[to] + at, bases[base] + offset
-            yield self._runtime.memcpyAsync, (dest, source, copy.num_bytes, DEVICE_TO_DEVICE, stream)
+        yield from ((driver.wait, (stream, event, 0)) for event in events)
 
     def _script(self, prepared: Prepared, tensors: Sequence[int]) -> _Script:
         """What a call on these tensors starts: it depends on the size, and on which of them are the same memory."""
@@ -216,6 +220,13 @@ class EngineKernel:
         return _Fork(tuple(_Side(*side) for side in sides), of[main])
 
 
+def _start(driver: Driver, copies: Sequence[Copy], bases: Sequence[int], stream: int) -> Iterator[Asked]:
+    for copy in copies:
+        (to, at), (base, offset) = copy.dest, copy.source
+        dest, source = bases[to] + at, bases[base] + offset
+        yield driver.copy, (dest, source, copy.num_bytes, DEVICE_TO_DEVICE, stream)
+
+
 def _telling(steps: _Script, word: int) -> Iterator[tuple[Flags | _Fork, int]]:
     """The last steps of a call, the last of which tells a word, if there is one to tell."""
     if word and not (steps and isinstance(steps[-1], Flags)):
@@ -229,8 +240,3 @@ def _turn(flags: Flags, word: int) -> ctypes.Array[ctypes.c_char]:
     data = ctypes.create_string_buffer(packed, len(packed))
     struct.pack_into("<Q", data, TOLD, word)
     return data
-
-
-def _play(calls: Sequence[_Asked]) -> None:
-    for call, given in calls:
-        call(*given)

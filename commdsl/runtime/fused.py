@@ -116,15 +116,15 @@ class Fused:
         """
         rows, factor = (held[kept] for kept in self._products[0].reads[:2])
         kernel = self._kernel(rows, factor)
-        words = torch.zeros(self._launches + len(self._turns), dtype=torch.int64, device=factor.device)
+        words = streams.zeroed(self._launches + len(self._turns), factor)
         written = 0 if stamps is None else stamps.take(self._layout(kernel))[0].data_ptr()
-        launch = self._prepared(kernel, held, words.data_ptr(), written, tuple(one.data_ptr() for one in scales))
+        launch = self._prepared(kernel, held, words, written, tuple(one.data_ptr() for one in scales))
 
         def multiply(number: int, *_: torch.Tensor, out: object) -> None:
             if number == 0:
-                kernel(launch)
+                streams.launch(kernel.kernel, launch, beside=False)
 
-        return _Words(streams, kernel, words, self._turn_of), {MATMUL: multiply}
+        return _Words(streams, kernel, words, self._launches, self._turn_of), {MATMUL: multiply}
 
     def mark(self, address: int) -> None:
         """As `Matmul.mark`."""
@@ -176,16 +176,13 @@ class _Words(Around):
     those of turns, of which each product is one or part of one.
     """
 
-    def __init__(self, streams: Streams, kernel: Matmul, words: torch.Tensor, turn_of: Sequence[int]) -> None:
+    def __init__(self, streams: Streams, kernel: Matmul, words: int, launches: int, turn_of: Sequence[int]) -> None:
+        """`words`: the address of the first; `launches`: how many of them there are."""
         super().__init__(streams)
-        self._kernel, self._words, self._turn_of = kernel, words, turn_of
-        self._launches = len(words) - turn_of[-1] - 1
+        self._kernel, self._words, self._launches, self._turn_of = kernel, words, launches, turn_of
         self._stores = stores(kernel.product, kernel.tiling)
         self._started = 0  # launches
         self._awaited = 0  # turns whose tiles what goes beside has waited for
-        main = torch.cuda.current_stream()
-        with streams.beside():
-            torch.cuda.current_stream().wait_stream(main)  # the words are zero
 
     def start(
         self, start: Start, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
@@ -207,13 +204,13 @@ class _Words(Around):
             return
         assert isinstance(what, tuple)
         turns = self._turn_of[what[1]] + 1
-        with self.beside():
-            for turn in range(self._awaited, turns):
-                self._kernel.wait(self._word(self._launches + turn), self._stores)
+        for turn in range(self._awaited, turns):
+            waiting = self._kernel.waiting(self._word(self._launches + turn), self._stores)
+            self.launch(self._kernel.awaiting, waiting, beside=True)
         self._awaited = max(self._awaited, turns)
 
     def _word(self, number: int) -> int:
-        return self._words.data_ptr() + 8 * number
+        return self._words + 8 * number
 
 
 def _products(plan: Plan) -> tuple[Visit, ...]:

@@ -138,20 +138,30 @@ class DeviceKernel:
             if residence.shared_bytes:
                 _refuse_unless_shared(cupy, residence, device)
                 found.max_dynamic_shared_size_bytes = residence.shared_bytes  # 48 KB otherwise
-        self._function = int(self._kernel.ptr)
-        self._shared = residence.shared_bytes
+        self.function = int(self._kernel.ptr)
+        self.shared_bytes = residence.shared_bytes
         if nvshmem is not None:
             # Once per module, before its first launch: fills in the library's device state.
             nvshmem.bindings.cumodule_init(int(self._module.module.ptr))
         self._launch = cupy.cuda.driver.launchKernel  # the driver's call and no more; the GIL is free meanwhile
-        _refuse_unless_resident(cupy, self._function, residence, device)
+        _refuse_unless_resident(cupy, self.function, residence, device)
 
     def launch(self, prepared: Launchable, stream: int) -> None:
         if prepared.cluster > 1:
             self._launch_clusters(prepared, stream)
             return
         self._launch(
-            self._function, prepared.blocks, 1, 1, prepared.threads, 1, 1, self._shared, stream, prepared.pointers, 0
+            self.function,
+            prepared.blocks,
+            1,
+            1,
+            prepared.threads,
+            1,
+            1,
+            self.shared_bytes,
+            stream,
+            prepared.pointers,
+            0,
         )
 
     def launch_early(self, prepared: Launchable, stream: int) -> None:
@@ -178,9 +188,9 @@ class DeviceKernel:
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = prepared.blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = prepared.threads, 1, 1
-        config.sharedMemBytes, config.hStream = self._shared, stream
+        config.sharedMemBytes, config.hStream = self.shared_bytes, stream
         config.attrs, config.numAttrs = [attribute], 1
-        (status,) = driver.cuLaunchKernelEx(config, driver.CUfunction(self._function), prepared.pointers, 0)
+        (status,) = driver.cuLaunchKernelEx(config, driver.CUfunction(self.function), prepared.pointers, 0)
         if status != driver.CUresult.CUDA_SUCCESS:
             raise DeviceError(f"cuLaunchKernelEx failed: {status!r}")
 

@@ -20,7 +20,7 @@ import torch
 from commdsl.program.arguments import heaps
 from commdsl.program.memory import Kept
 from commdsl.runtime.heap import Heap
-from commdsl.runtime.streams import Streams
+from commdsl.runtime.streams import Order
 from commdsl.runtime.tensors import contiguous_strides
 from commdsl.runtime.workspace import Reach
 
@@ -40,18 +40,18 @@ class Region:
         self.is_kept = False  # for a graph that was captured: it comes back to these addresses at every replay
         self.is_taken = False
         self.last: Any = None  # the end of the call that had it last, as `Streams` marks it
-        self._streams: Streams | None = None  # of the call that has it
+        self._order: Order | None = None  # of the call that has it
 
-    def enter(self, streams: Streams) -> None:
+    def enter(self, order: Order) -> None:
         """The call that took it begins: behind the one before."""
-        self._streams = streams
-        self.is_kept |= streams.follow(self.last)
+        self._order = order
+        self.is_kept |= order.follow(self.last)
 
     def leave(self) -> None:
         """It ends, or has not begun."""
-        streams, self._streams = self._streams, None
+        order, self._order = self._order, None
         try:
-            self.last = self.last if streams is None else streams.end()
+            self.last = self.last if order is None else order.end()
         finally:
             self.is_taken = False
 

@@ -140,9 +140,9 @@ class Matmul:
         self._timeout_ns = PATIENCE * int(1e9 * (config.timeout or DEFAULT_TIMEOUT))
         path = nvrtc.build(text, product.defines(), config, ARCH)
         held = Residence("matmul", text.name, self._blocks, THREADS, tiling.shared_bytes, self._blocks)
-        self._kernel = DeviceKernel(path, held, device, None)
+        self.kernel = DeviceKernel(path, held, device, None)
         beside = {name: Residence("matmul", f"{text.name}_{name}", 1, 1, 0, 1) for name in ("await", "mark")}
-        self._await = DeviceKernel(path, beside["await"], device, None)
+        self.awaiting = DeviceKernel(path, beside["await"], device, None)
         self._mark = DeviceKernel(path, beside["mark"], device, None) if is_stamped else None
 
     def prepare(
@@ -173,18 +173,18 @@ class Matmul:
         return launch_of(argument, [len(argument)], self._blocks, THREADS)
 
     def __call__(self, launch: Launch) -> None:
-        start = self._kernel.launch_early if self._is_alone else self._kernel.launch
+        start = self.kernel.launch_early if self._is_alone else self.kernel.launch
         start(launch, torch.cuda.current_stream().cuda_stream)
 
-    def wait(self, word: int, least: int) -> None:
-        """What the current stream is given from now on waits for a word."""
+    def waiting(self, word: int, least: int) -> Launch:
+        """The launch of `awaiting` that ends when a word has come to a number."""
         launch = self._awaits.get((word, least))
         if launch is None:
             if len(self._awaits) >= MAX_AWAITS:
                 self._awaits.clear()
             argument = struct.pack("<3Q", word, least, self._timeout_ns)
             launch = self._awaits[word, least] = launch_of(argument, [8, 8, 8], 1, 1)
-        self._await.launch(launch, torch.cuda.current_stream().cuda_stream)
+        return launch
 
     def mark(self, address: int) -> None:
         """Of a stamped kernel: writes there when the current stream is here, by the clock of its stamps."""

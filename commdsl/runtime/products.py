@@ -27,12 +27,14 @@ from commdsl.runtime import tensors
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.errors import OpError
 from commdsl.runtime.functions import Function
+from commdsl.runtime.landing import Region
 from commdsl.runtime.program import Port, Program, Signature, Visits
 from commdsl.runtime.stamps import StampedStreams, Stamps, mark_now
 from commdsl.runtime.streams import Streams
 from commdsl.runtime.visits import Over, Visiting, prepared
 
 if TYPE_CHECKING:
+    from commdsl.runtime.again import Again
     from commdsl.runtime.fused import Fused
 
 FLOAT8_SIDE = 16
@@ -70,6 +72,12 @@ class Multiplying:
             results = _results(visits, given)
             if len(results) == 1 and fused.fits(visits.plan, cut.places, rows, factor, *results):
                 self._fused = fused.Fused(visits.plan, cut.places, rows, factor, *results)
+        self._again: Again | None = None
+        if self._fused is not None and not visits.plan.stamped:
+            from commdsl.runtime import again, device  # where there is a GPU
+
+            assert isinstance(communicator, device.DeviceCommunicator)
+            self._again = again.Again(communicator, visiting)
         self._plan = visits.plan
         self._sums = any(one.writes[0] in one.reads[2:] for one in _products(visits))
         self._stamps: Stamps | None = None  # of the last call, where they are
@@ -93,9 +101,21 @@ class Multiplying:
             if not tensor.is_contiguous():
                 tensors.check(self._name, self._signature, inputs)
         made = [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in self._made]
+        between = [inputs[0].new_empty((len(names), *shape), dtype=dtype) for names, shape, dtype in self._between]
+        if self._again is None or not self._again(
+            inputs, [*made, *between], partial(self._list, inputs, made, between)
+        ):
+            self._start(inputs, self._places(made, between))
+        return made
+
+    def _places(self, made: Sequence[torch.Tensor], between: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """By name what a call writes."""
         places = self._cut.returned(made)
-        for names, shape, dtype in self._between:
-            places |= zip(names, inputs[0].new_empty((len(names), *shape), dtype=dtype), strict=True)
+        for (names, *_), one in zip(self._between, between, strict=True):
+            places |= zip(names, one, strict=True)
+        return places
+
+    def _start(self, inputs: Sequence[torch.Tensor], places: Mapping[str, torch.Tensor]) -> None:
         given, scales = self._cut.given(inputs), inputs[len(self._signature.inputs) :]
         is_aligned = self._fused is not None and all(one.data_ptr() % tensors.ALIGNMENT == 0 for one in given)
         over: Over | None = partial(self._fused.over, scales) if self._fused is not None and is_aligned else None
@@ -103,7 +123,21 @@ class Multiplying:
             over = self._stamped(self._fused if is_aligned else None, inputs[0].device, scales)
         function = self._function(scales)
         self._visiting(given, {MATMUL: function}, places=places, over=over)
-        return made
+
+    def _list(
+        self,
+        inputs: Sequence[torch.Tensor],
+        made: Sequence[torch.Tensor],
+        between: Sequence[torch.Tensor],
+        streams: Streams,
+        region: Region,
+    ) -> bool:
+        """As `again.List`."""
+        given, scales = self._cut.given(inputs), inputs[len(self._signature.inputs) :]
+        if self._fused is None or any(one.data_ptr() % tensors.ALIGNMENT for one in given):
+            return False
+        self._visiting.ask(streams, given, self._places(made, between), partial(self._fused.over, scales), region)
+        return True
 
     def _function(self, scales: Sequence[torch.Tensor]) -> Function:
         """What makes the products of a call, where that is not the kernel."""

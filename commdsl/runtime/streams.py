@@ -13,10 +13,32 @@ from typing import Any, Protocol
 
 import torch
 
+from commdsl.runtime.kernel import Launchable
 from commdsl.runtime.workspace import Start, nothing
 
 
-class Streams(Protocol):
+class Launching(Protocol):
+    """A kernel on a GPU."""
+
+    function: int
+    shared_bytes: int
+
+    def launch(self, prepared: Launchable, stream: int) -> None: ...
+
+
+class Order(Protocol):
+    """Of a call that has what another one had before it."""
+
+    def end(self) -> Any:
+        """Marks what the caller's stream has been given, for a call on another one; None where nothing has to wait."""
+        ...
+
+    def follow(self, end: Any) -> bool:
+        """All streams go on behind that mark. Whether they are being captured: then its order is that of replays."""
+        ...
+
+
+class Streams(Order, Protocol):
     """The streams of one call."""
 
     def beside(self) -> AbstractContextManager[Any]:
@@ -28,6 +50,16 @@ class Streams(Protocol):
     ) -> Callable[[], None]:
         """Starts a launch on the stream beside, and returns what starts its rest: others may begin before that. `told`,
         `between`: as `Start.begin` takes them.
+        """
+        ...
+
+    def launch(self, kernel: Launching, launch: Launchable, *, beside: bool) -> None:
+        """Starts a kernel that the caller has."""
+        ...
+
+    def zeroed(self, words: int, like: torch.Tensor) -> int:
+        """Where so many words of 64 bits are that this call alone has: zero for what follows, on both streams. On the
+        device of another tensor.
         """
         ...
 
@@ -47,14 +79,6 @@ class Streams(Protocol):
         """The caller's stream waits for all that went beside it."""
         ...
 
-    def end(self) -> Any:
-        """Marks what the caller's stream has been given, for a call on another one; None where nothing has to wait."""
-        ...
-
-    def follow(self, end: Any) -> bool:
-        """Both streams go on behind that mark. Whether they are being captured: then its order is that of replays."""
-        ...
-
 
 class Around:
     """The streams of a call, of which a subclass does some things in another way."""
@@ -69,6 +93,12 @@ class Around:
         self, start: Start, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
     ) -> Callable[[], None]:
         return self._streams.start(start, changing, told, between)
+
+    def launch(self, kernel: Launching, launch: Launchable, *, beside: bool) -> None:
+        self._streams.launch(kernel, launch, beside=beside)
+
+    def zeroed(self, words: int, like: torch.Tensor) -> int:
+        return self._streams.zeroed(words, like)
 
     def mark(self, what: Hashable, *, beside: bool) -> None:
         self._streams.mark(what, beside=beside)
@@ -103,6 +133,12 @@ class OneStream:
         start(changing)
         return nothing
 
+    def launch(self, kernel: Launching, launch: Launchable, *, beside: bool) -> None:
+        raise AssertionError("no kernel of a GPU's")
+
+    def zeroed(self, words: int, like: torch.Tensor) -> int:
+        raise AssertionError("no kernel of a GPU's")
+
     def mark(self, what: Hashable, *, beside: bool) -> None:
         """Whoever comes later comes after it."""
 
@@ -125,13 +161,37 @@ class OneStream:
         return False
 
 
-class TwoStreams:
+class CallersStream:
+    """Of a GPU, where nothing goes beside it."""
+
+    def __init__(self, index: int, last: Any = None) -> None:
+        """`last`: an end that nobody will ask for again, whose event may mark the next."""
+        self._main, self._last = torch.cuda.current_stream(index), last
+
+    def end(self) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        is_same = self._last is not None and self._last[0] == self._main.cuda_stream
+        event = self._last[1] if is_same else torch.cuda.Event()
+        event.record(self._main)
+        return self._main.cuda_stream, event
+
+    def follow(self, end: Any) -> bool:
+        if torch.cuda.is_current_stream_capturing():
+            return True
+        if end is not None and end[0] != self._main.cuda_stream:
+            self._main.wait_event(end[1])
+        return False
+
+
+class TwoStreams(CallersStream):
     """Of a GPU. In a capture both belong to it; no event is seen by the host."""
 
     def __init__(self, index: int, side: torch.cuda.Stream) -> None:
+        super().__init__(index)
         self._side = side
-        self._main = torch.cuda.current_stream(index)
         self._events: dict[Hashable, Any] = {}
+        self._zeroed: list[torch.Tensor] = []
         self._side.wait_stream(self._main)
 
     def beside(self) -> AbstractContextManager[Any]:
@@ -142,6 +202,15 @@ class TwoStreams:
     ) -> Callable[[], None]:
         with self.beside():
             return start.begin(changing, told, between)
+
+    def launch(self, kernel: Launching, launch: Launchable, *, beside: bool) -> None:
+        kernel.launch(launch, (self._side if beside else self._main).cuda_stream)
+
+    def zeroed(self, words: int, like: torch.Tensor) -> int:
+        made = torch.zeros(words, dtype=torch.int64, device=like.device)
+        self._zeroed.append(made)  # as long as the call goes on
+        self._side.wait_stream(self._main)
+        return made.data_ptr()
 
     def mark(self, what: Hashable, *, beside: bool) -> None:
         event = self._events[what] = torch.cuda.Event()
@@ -158,20 +227,11 @@ class TwoStreams:
     def join(self) -> None:
         self._main.wait_stream(self._side)
 
-    def end(self) -> Any:
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        event = torch.cuda.Event()
-        event.record(self._main)
-        return self._main.cuda_stream, event
-
     def follow(self, end: Any) -> bool:
-        if torch.cuda.is_current_stream_capturing():
-            return True
-        if end is not None and end[0] != self._main.cuda_stream:
-            self._main.wait_event(end[1])
+        is_captured = super().follow(end)
+        if not is_captured and end is not None and end[0] != self._main.cuda_stream:
             self._side.wait_event(end[1])
-        return False
+        return is_captured
 
 
 class OwnStream:

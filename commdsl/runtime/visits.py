@@ -114,20 +114,14 @@ class Visiting:
         """
         self._communicator.refuse_if_broken()
         self._communicator.check()
-        with self._region() as region:
+        with self.region() as region:
             streams = self._communicator.streams()
             if timing is not None:
                 waits = [phase.after for phase in self._plan.phases if isinstance(phase, Visit)]
                 streams, functions = timing.over(streams, functions, waits)
             if region is not None:
                 region.enter(streams)
-            held = {
-                kept: places[kept.name] if kept.name in places else inputs[0].new_empty(shape, dtype=dtype)
-                for kept, shape, dtype in self._own
-            }
-            held |= self._landed.tensors(region, inputs[0])
-            for kept, number in self._given:
-                held[kept] = inputs[number]
+            held = self._held(inputs, places, region)
             if over is not None:
                 streams, functions = over(streams, held)
             results = self._results(held, places, last)
@@ -139,6 +133,31 @@ class Visiting:
                 del failure  # as in Communicator.check: its traceback holds this frame, and with it tensors
         found = tuple(results.values())
         return found[0] if len(found) == 1 else found
+
+    def ask(
+        self,
+        streams: Streams,
+        inputs: Sequence[torch.Tensor],
+        places: Mapping[str, torch.Tensor],
+        over: Over,
+        region: Region,
+    ) -> None:
+        """What a call on these tensors starts, on streams on which nothing runs, in a region that the caller has."""
+        assert all(kept.name in places for kept, *_ in self._own)  # there is nobody to keep what it makes itself
+        held = self._held(inputs, places, region)
+        streams, functions = over(streams, held)
+        failure = self._run(streams, functions, held, region.bases, self._results(held, places, None))
+        assert failure is None
+
+    def _held(
+        self, inputs: Sequence[torch.Tensor], places: Mapping[str, torch.Tensor], region: Region | None
+    ) -> dict[Kept, torch.Tensor]:
+        """Where all that a call has is."""
+        held = {
+            kept: places[kept.name] if kept.name in places else inputs[0].new_empty(shape, dtype=dtype)
+            for kept, shape, dtype in self._own
+        }
+        return {**held, **self._landed.tensors(region, inputs[0]), **{kept: inputs[at] for kept, at in self._given}}
 
     def layouts(self) -> tuple[list[Layout], list[Layout]]:
         """What the launches of a call write, of a stamped Plan, and what is said of copies of what landed: each is one
@@ -152,7 +171,7 @@ class Visiting:
         return launched, [alone(Task(f"{kept.name} [copy out]", False)) for kept in self._taken]
 
     @contextlib.contextmanager
-    def _region(self) -> Iterator[Region | None]:
+    def region(self) -> Iterator[Region | None]:
         """Where what lands is in this call; None where nothing does."""
         if not self._landed.nbytes:
             yield None

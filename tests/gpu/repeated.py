@@ -20,6 +20,9 @@ from benchmarks.measure import captured
 CYCLES = 400_000
 """A GPU of a storm is held up for at most so many."""
 
+HELD = 8
+"""Results that are kept for a while: calls after them have theirs elsewhere."""
+
 AT_ONCE = 50
 """Calls of a part of a storm."""
 
@@ -43,9 +46,11 @@ class Repeated(ABC):
     def is_wrong(self, seed: int, found: Any) -> Any:
         """On the device: whether that is wrong, of those numbers."""
 
-    def call(self, seed: int) -> None:
+    def call(self, seed: int) -> Any:
         self.fill(seed)
-        self.wrong += self.is_wrong(seed, self.made())
+        found = self.made()
+        self.wrong += self.is_wrong(seed, found)
+        return found
 
     def capture(self) -> tuple[Any, list[Any]]:
         """A graph of two calls, and where their results are."""
@@ -75,6 +80,7 @@ def storm(run: Parts, dice: random.Random, makers: Sequence[Callable[[], Repeate
     delays = random.Random(f"{run.options.seed} {run.rank}")
     kinds: list[Repeated] = []
     graphs: list[tuple[Any, list[Any]]] = []
+    held = dict[int, Any]()
 
     def hold_up() -> None:
         if run.on_gpu and delays.random() < 0.4:
@@ -89,7 +95,9 @@ def storm(run: Parts, dice: random.Random, makers: Sequence[Callable[[], Repeate
             if again and run.on_gpu:
                 kinds[which].replay(*graphs[which], seed)
             else:
-                kinds[which].call(seed)
+                found = kinds[which].call(seed)
+                if delays.random() < 0.2:
+                    held[delays.randrange(HELD)] = found
         return sum(int(one.wrong) for one in kinds)
 
     def set_up() -> int:

@@ -8,7 +8,8 @@ graphs    graphs of two calls, replayed with other numbers
 gradients those of rows and of weights
 stamps    time stamps of a call, which rank 0 prints: the time that they say is within 5 % of that of events around it
 beside    while NCCL sums up on another stream, begun before the product on every other rank and behind it on the rest
-storm     calls of random shapes in random order, eagerly and replayed, GPU and host delays, no barrier in between
+storm     calls of random shapes in random order, eagerly and replayed, GPU and host delays, no barrier in between; some
+          eager ones on tensors where others were before, some not
 
 Each rank computes by itself what it must hold: sums in float64, of which those of other ranks are rounded before they
 are added, as they travel; its own, too, where the operator's choice is to multiply first and then to send. Exit code 1:
@@ -21,6 +22,7 @@ import os
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +30,7 @@ from itertools import product as pairs
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -52,7 +55,7 @@ from commdsl.overlap import (
 from commdsl.overlap.auto import OPERATORS
 from commdsl.overlap.programs import operands
 from commdsl.planner.tuning.selection import SEQUENCE
-from commdsl.runtime import given, groups
+from commdsl.runtime import again, given, groups
 from commdsl.runtime.menu import name_of_device
 
 DTYPE, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
@@ -372,7 +375,23 @@ def storm(run: Parts) -> None:
 
     called = [call for call in WANTED if call.__name__ in run.options.operators]
     shapes = [shape(call, pieces) for call, pieces in pairs(called, (0, *PIECES))]
-    repeated.storm(run, dice, [partial(Products, run, shape) for shape in shapes])
+    found = Counter[bool]()
+    with mock.patch.object(again.Again, "__call__", counted(again.Again.__call__, found)):
+        repeated.storm(run, dice, [partial(Products, run, shape) for shape in shapes])
+    if run.on_gpu:
+        made = Part("storm", f"{found[True]} of {found.total()} calls as others were made before", found.total())
+        run.attempt_in_time(made, lambda: int(not (found[True] and found[False])))
+
+
+def counted(call: Callable[..., bool], found: Counter[bool]) -> Callable[..., bool]:
+    """As `call`, and counts what it says."""
+
+    def calls(*given: Any) -> bool:
+        made = call(*given)
+        found[made] += 1
+        return made
+
+    return calls
 
 
 def graphs(run: Parts) -> None:

@@ -1,0 +1,87 @@
+"""Turns calls on tensors where others were before into what those asked of the driver: a list, which is made once.
+
+Assumes calls of one op of one shape on one GPU, of which all that changes are addresses: rounds are counted on the
+device. Training and inference have the same ones in every step. Does not list calls itself, nor inside the caller's
+capture: what a graph asks is asked once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import TypeAlias
+
+import torch
+
+from commdsl.runtime.device import DeviceCommunicator
+from commdsl.runtime.driver import Listing, of_cupy
+from commdsl.runtime.landing import Region
+from commdsl.runtime.listed import ListedStreams
+from commdsl.runtime.streams import CallersStream
+from commdsl.runtime.visits import Visiting
+
+MOST = 1024
+"""Lists of one op and shape, some ten kilobytes each. A layer of a model has one or two, as its weights are its own."""
+
+List: TypeAlias = Callable[[ListedStreams, Region], bool]
+"""Lists a call in a region; False where that cannot be."""
+
+
+class Again:
+    """The lists of one op and shape on one group. They go with it."""
+
+    def __init__(self, communicator: DeviceCommunicator, visiting: Visiting) -> None:
+        self._communicator, self._visiting = communicator, visiting
+        self._driver = of_cupy()
+        self._known: dict[Hashable, Listing] = {}
+        self._met = set[Hashable]()
+        self._words: dict[Region, torch.Tensor] = {}
+
+    def __call__(self, inputs: Sequence[torch.Tensor], own: Sequence[torch.Tensor], make: List) -> bool:
+        """Makes a call as it was made before, if it was, and says so. `own`: the tensors that a call has besides, of
+        which shapes say how they lie.
+        """
+        communicator = self._communicator
+        if communicator.is_capturing:
+            return False
+        communicator.refuse_if_broken()
+        communicator.check()
+        with self._visiting.region() as region:
+            if region is None:
+                return False  # it is what puts calls that share words in order
+            stream = communicator.current_stream
+            key = (region, stream, *map(_address, inputs), *map(_address, own), *map(_stride, inputs))
+            listing = self._known.get(key) or self._listed(key, make, region, stream)
+            if listing is None:
+                return False
+            region.enter(CallersStream(communicator.index, region.last))
+            communicator.play(listing.calls)
+        return True
+
+    def _listed(self, key: Hashable, make: List, region: Region, stream: int) -> Listing | None:
+        """Of a call that is made the second time; None of one that is not, or that no list is made of."""
+        if key not in self._met:
+            if len(self._met) >= MOST:
+                self._met.clear()
+            self._met.add(key)
+            return None
+        listing = Listing(self._driver)
+        room = partial(self._room, region)
+        if not make(ListedStreams(listing, stream, self._communicator.beside, room), region):
+            return None
+        if len(self._known) >= MOST:
+            self._known.clear()
+        self._known[key] = listing
+        return listing
+
+    def _room(self, region: Region, words: int, like: torch.Tensor) -> int:
+        """One for all lists in a region, which calls have one after another."""
+        if region not in self._words:
+            self._words[region] = torch.empty(words, dtype=torch.int64, device=like.device)
+        found = self._words[region]
+        assert len(found) == words
+        return found.data_ptr()
+
+
+_address = torch.Tensor.data_ptr
+_stride = torch.Tensor.stride

@@ -1,0 +1,293 @@
+"""Calls on tensors where others were before, over a fake GPU: what is asked of the driver is what those asked."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fake_gpu import FakeGpu  # noqa: E402 - after the check for torch
+from test_products import EXCHANGE, GATHER, REDUCE, SCATTER, given, wanted  # noqa: E402
+from thread_ranks import in_group  # noqa: E402
+
+import commdsl  # noqa: E402
+from commdsl.ir.products import MATMUL  # noqa: E402
+from commdsl.program.launches import Visit  # noqa: E402
+from commdsl.program.visited import launches, visits  # noqa: E402
+from commdsl.runtime import again, fused, groups  # noqa: E402
+from commdsl.runtime.again import Again  # noqa: E402
+from commdsl.runtime.errors import BrokenGroupError  # noqa: E402
+from commdsl.runtime.products import Multiplying, multiply  # noqa: E402
+
+RANKS, PIECES = 2, 2
+SIZE = (2 * PIECES, 8, 16)
+
+
+class Room(threading.local):
+    """New tensors of a rank lie where those of its last call did, as torch's allocator has it on a GPU."""
+
+    def __init__(self) -> None:
+        self.number = 0  # another one: another place
+        self.taken = 0  # by this call
+        self._places: dict[tuple[object, ...], Any] = {}
+
+    def new_empty(self, like: Any, *shape: Any, dtype: Any = None, **_: object) -> Any:
+        size = shape if shape and isinstance(shape[0], int) else tuple(shape[0])
+        key = (self.number, self.taken, size, dtype)
+        self.taken += 1
+        if key not in self._places:
+            self._places[key] = torch.empty(size, dtype=dtype or like.dtype)
+        return self._places[key]
+
+
+class Products:
+    """In place of `Fused`: all products are one kernel, which waits for words and counts in them."""
+
+    def __init__(self, gpu: FakeGpu, plan: Any, places: Any) -> None:
+        self.visits = [phase for phase in visits(plan) if isinstance(phase, Visit)]
+        self.turns = list(fused.turns_of(plan, places))
+        self.launches, self.gpu = len(launches(plan)), gpu
+
+    def over(self, scales: Any, streams: Any, held: Mapping[Any, Any]) -> tuple[Any, dict[str | None, Any]]:
+        num_words = self.launches + len(self.turns)
+        at = streams.zeroed(num_words, held[self.visits[0].reads[0]])
+        words = (ctypes.c_uint64 * num_words).from_address(at)
+        left: list[int] = []
+
+        def start() -> None:
+            assert not left
+            left.extend(range(len(self.turns)))
+            self.gpu.here.product = go_on
+            go_on()
+
+        def go_on() -> bool:
+            """As many turns as what they wait for is there for; whether those were the last."""
+            for number in tuple(left):
+                visit, turn = self.visits[number], self.turns[number]
+                needed = [turn.sums_there, *(source.there for source in turn.sources)]
+                if all(words[one] for one in needed if one >= 0):
+                    multiply(number, *(held[kept] for kept in visit.reads), out=held[visit.writes[0]])
+                    left.remove(number)
+                    if turn.stored >= 0:
+                        words[turn.stored] = 1
+            return not left
+
+        def waiting(word: int, least: int) -> Any:
+            def wait() -> None:
+                go_on()
+                assert words[(word - at) // 8] >= least, "nothing goes on"
+
+            return SimpleNamespace(blocks=1, threads=1, cluster=1, pointers=wait)
+
+        one = Kernel(self.gpu)
+        kernel = SimpleNamespace(kernel=one, awaiting=one, waiting=waiting, product=None, tiling=None)
+
+        def begin(number: int, *_: object, out: object) -> None:
+            if number == 0:
+                launch = SimpleNamespace(blocks=1, threads=1, cluster=1, pointers=start)
+                streams.launch(kernel.kernel, launch, beside=False)
+
+        turn_of = range(len(self.turns))
+        return fused._Words(streams, kernel, at, self.launches, turn_of), {MATMUL: begin}  # type: ignore[arg-type]
+
+
+class Kernel:
+    """What it does stands in place of its arguments."""
+
+    function, shared_bytes = 0, 0
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu = gpu
+
+    def launch(self, prepared: Any, stream: int) -> None:
+        self.gpu._command(stream, prepared.pointers, turn=(prepared.pointers.__name__,))
+
+
+def launch(gpu: FakeGpu, real: Callable[..., object], function: int, *rest: Any) -> None:
+    """As the driver's."""
+    if function == Kernel.function:
+        *_, stream, pointers, _ = rest
+        Kernel(gpu).launch(SimpleNamespace(pointers=pointers), stream)
+    else:
+        real(function, *rest)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    made = FakeGpu(RANKS)
+    made.install(monkeypatch)
+    return made
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Room:
+    made = Room()
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda like, *shape, **kind: made.new_empty(like, *shape, **kind))
+    return made
+
+
+@pytest.fixture
+def made(gpu: FakeGpu, room: Room, monkeypatch: pytest.MonkeyPatch) -> list[Again]:
+    """Of ranks in any order what makes their calls again: those of an op, of which each has one."""
+    found: list[Again] = []
+
+    def multiplying(one: Multiplying, *given: Any) -> None:
+        plain(one, *given)
+        _, communicator, program, visiting, _ = given
+        one._fused = Products(gpu, program.visits.plan, one._cut.places)  # type: ignore[assignment]
+        one._again = Again(communicator, visiting)
+        driver = one._again._driver
+        one._again._driver = replace(driver, launch=partial(launch, gpu, driver.launch))
+        found.append(one._again)
+
+    plain = Multiplying.__init__
+    monkeypatch.setattr(Multiplying, "__init__", multiplying)
+    monkeypatch.setattr(fused, "stores", lambda product, tiling: 1)
+    return found
+
+
+def run(gpu: FakeGpu, body: Callable[[int, str], None]) -> None:
+    def on_gpu(rank: int, group: str) -> None:
+        gpu.here.rank = rank
+        body(rank, group)
+
+    in_group(RANKS, on_gpu)
+
+
+class Caller:
+    """Calls of an op on one rank, each held against what it must give."""
+
+    def __init__(self, gpu: FakeGpu, room: Room, name: str, rank: int, group: str) -> None:
+        self.gpu, self.room, self.group, self.rank = gpu, room, group, rank
+        self.op = commdsl.load(name, params={"C": PIECES}, ranks=RANKS)
+        self.x, self.w = given(name, RANKS, *SIZE)
+        self.want = torch.tensor(wanted(name, self.x, self.w)[rank])
+        self.rows, self.factor = torch.tensor(self.x[rank]), torch.tensor(self.w[rank])
+
+    def call(self, factor: int = 1, room: int = 0) -> None:
+        self.room.number, self.room.taken = room, 0
+        self.rows.copy_(torch.tensor(self.x[self.rank]) * factor)
+        self.gpu.here.product = lambda: True
+        found = self.op(self.rows, self.factor, group=self.group)
+        assert self.gpu.here.product()
+        assert torch.equal(found.double(), self.want * factor)
+        found.fill_(-1)
+        self.results = range(found.data_ptr(), found.data_ptr() + found.nbytes)  # torch copies to them, the first time
+
+    def asked(self, factor: int) -> list[tuple[Any, ...]]:
+        """The copies between ranks and the kernels of a call, each with those that it comes after."""
+        before = len(self.gpu.commands)
+        self.call(factor)
+        found = [one for one in self.gpu.commands[before:] if one.rank == self.rank and (one.copy or one.turn)]
+        found = [one for one in found if not one.copy or one.copy[0] not in self.results]
+        at = {one.number: place for place, one in enumerate(found)}
+        return [(one.copy, one.turn, {at[number] for number in one.before if number in at}) for one in found]
+
+
+@pytest.mark.parametrize("name", [GATHER, SCATTER, REDUCE, EXCHANGE])
+def test_a_list_is_the_call(gpu: FakeGpu, room: Room, made: list[Again], name: str) -> None:
+    """The same numbers come of it, and the driver is asked for the same copies and kernels, of which the same come
+    behind the same others; calls on other tensors come between those on the same ones.
+    """
+
+    def body(rank: int, group: str) -> None:
+        caller = Caller(gpu, room, name, rank, group)
+        first = caller.asked(1)
+        for number in range(2, 8):
+            assert caller.asked(number) == first
+            caller.call(number, room=10 + number)
+
+    run(gpu, body)
+    assert [len(one._known) for one in made] == [1] * RANKS
+
+
+def test_streams(gpu: FakeGpu, room: Room, made: list[Again]) -> None:
+    """A call made again on another stream comes behind the last one; what the caller's stream has next, behind it."""
+
+    def body(rank: int, group: str) -> None:
+        caller = Caller(gpu, room, GATHER, rank, group)
+        streams = [gpu.current, gpu.stream()]
+        for stream in 3 * streams:
+            with gpu.on(stream):
+                before = [one.number for one in gpu.commands if one.rank == rank]
+                caller.call()
+                assert {one.number for one in gpu.commands if one.rank == rank} <= stream.before
+            first = next(one for one in gpu.commands if one.rank == rank and one.number not in before)
+            assert {*before} <= first.before
+
+    run(gpu, body)
+    assert [len(one._known) for one in made] == [2] * RANKS
+
+
+def test_the_callers_capture(gpu: FakeGpu, room: Room, made: list[Again]) -> None:
+    """What the caller captures is the plain call, also where there is a list of it."""
+
+    def body(rank: int, group: str) -> None:
+        caller = Caller(gpu, room, GATHER, rank, group)
+        with gpu.on(gpu.stream()):
+            for number in range(3):
+                caller.call(number + 1)
+            with gpu.capturing(2 + rank):
+                caller.op(caller.rows, caller.factor, group=group)
+            assert not gpu.current.capture
+        found = [one for one in gpu.commands if one.capture == 2 + rank]
+        assert [one.turn for one in found if one.turn]
+        caller.call(4)
+
+    run(gpu, body)
+
+
+def test_what_an_op_had_goes_with_it(gpu: FakeGpu, room: Room, made: list[Again]) -> None:
+    """A list is of the memory of its group: where that was given back it is asked no more."""
+
+    def body(rank: int, group: str) -> None:
+        caller = Caller(gpu, room, GATHER, rank, group)
+        for number in range(3):
+            caller.call(number + 1)
+        caller.op.release(group)
+        for number in range(3):
+            caller.call(number + 1)
+
+    run(gpu, body)
+    assert [len(one._known) for one in made] == [1] * 2 * RANKS
+
+
+def test_a_broken_group(gpu: FakeGpu, room: Room, made: list[Again]) -> None:
+    """No call is made again there before all ranks have reset it, and then as before."""
+
+    def body(rank: int, group: str) -> None:
+        caller = Caller(gpu, room, SCATTER, rank, group)
+        for number in range(3):
+            caller.call(number + 1)
+        groups.of(group, caller.rows.device).fail(RuntimeError("a time-out"))
+        with pytest.raises(BrokenGroupError, match="a time-out"):
+            caller.call(4)
+        commdsl.reset(group)
+        for number in range(3):
+            caller.call(number + 1)
+
+    run(gpu, body)
+
+
+def test_more_than_are_kept(gpu: FakeGpu, room: Room, made: list[Again], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that are elsewhere in each call push nothing out for good, and take no more than a bound."""
+    monkeypatch.setattr(again, "MOST", 4)
+
+    def body(rank: int, group: str) -> None:
+        caller = Caller(gpu, room, GATHER, rank, group)
+        for number in range(30):
+            caller.call(number + 1, room=number // 2)
+        for number in range(3):
+            caller.call(number + 1)
+
+    run(gpu, body)
+    assert all(0 < len(one._known) <= 4 for one in made)
+    assert all(0 < len(one._met) <= 4 for one in made)
