@@ -26,6 +26,7 @@ from commdsl.runtime import again, fused, groups  # noqa: E402
 from commdsl.runtime.again import Again  # noqa: E402
 from commdsl.runtime.errors import BrokenGroupError  # noqa: E402
 from commdsl.runtime.products import Multiplying, multiply  # noqa: E402
+from commdsl.runtime.stream_order import MARKED_CALLS  # noqa: E402
 
 RANKS, PIECES = 2, 2
 SIZE = (2 * PIECES, 8, 16)
@@ -225,6 +226,26 @@ def test_streams(gpu: FakeGpu, room: Room, made: list[Again]) -> None:
 
     run(gpu, body)
     assert [len(one._known) for one in made] == [2] * RANKS
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_nothing_waits_for_the_product(gpu: FakeGpu, room: Room, made: list[Again], times: int) -> None:
+    """Also where many calls before were on the caller's stream alone, and left no mark: what goes beside comes behind
+    those, and not behind the product that is there when it begins, and waits for it.
+    """
+
+    def body(rank: int, group: str) -> None:
+        caller = Caller(gpu, room, SCATTER, rank, group)
+        for _ in range(times):
+            for _ in range(2 * MARKED_CALLS):
+                commdsl.all_reduce(torch.ones(8), group=group)
+            begin = gpu.note(gpu.current.cuda_stream).number
+            found = caller.asked(1)
+        product = next(at for at, (_, turn, _) in enumerate(found) if turn == ("start",))
+        assert not any(product in after for _, _, after in found)
+        assert begin in next(one for one in reversed(gpu.commands) if one.rank == rank).before
+
+    run(gpu, body)
 
 
 def test_the_callers_capture(gpu: FakeGpu, room: Room, made: list[Again]) -> None:

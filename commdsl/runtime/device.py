@@ -138,7 +138,13 @@ class DeviceCommunicator(Communicator):
             raise CaptureError(f"`{what}` has no workspace yet: call it once on every rank before the capture")
 
     def streams(self) -> TwoStreams:
-        return TwoStreams(self.index, self._beside.of_torch)
+        beside = self._beside.of_torch
+        made = TwoStreams(self.index, beside)
+        # In order with other calls now: a mark made late would be behind a product that waits for what goes beside.
+        with self.order.lock, torch.cuda.stream(beside):
+            self.order.enter(beside)
+            self.order.leave(beside)
+        return made
 
     @property
     def beside(self) -> int:
