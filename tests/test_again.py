@@ -10,12 +10,13 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from fake_gpu import FakeGpu  # noqa: E402 - after the check for torch
-from test_products import EXCHANGE, GATHER, REDUCE, SCATTER, given, wanted  # noqa: E402
+from test_products import EXCHANGE, GATHER, REDUCE, RETURN, SCATTER, WITH_ROWS, given, wanted  # noqa: E402
 from thread_ranks import in_group  # noqa: E402
 
 import commdsl  # noqa: E402
@@ -25,7 +26,7 @@ from commdsl.program.visited import launches, visits  # noqa: E402
 from commdsl.runtime import again, fused, groups  # noqa: E402
 from commdsl.runtime.again import Again  # noqa: E402
 from commdsl.runtime.errors import BrokenGroupError  # noqa: E402
-from commdsl.runtime.products import Multiplying, multiply  # noqa: E402
+from commdsl.runtime.products import Multiplying, Summing, multiply  # noqa: E402
 from commdsl.runtime.stream_order import MARKED_CALLS  # noqa: E402
 
 RANKS, PIECES = 2, 2
@@ -53,7 +54,8 @@ class Products:
     """In place of `Fused`: all products are one kernel, which waits for words and counts in them."""
 
     def __init__(self, gpu: FakeGpu, plan: Any, places: Any) -> None:
-        self.visits = [phase for phase in visits(plan) if isinstance(phase, Visit)]
+        self.visits = tuple(phase for phase in visits(plan) if isinstance(phase, Visit))
+        self.sums = fused._summed(self.visits)  # by turn
         self.turns = list(fused.turns_of(plan, places))
         self.launches, self.gpu = len(launches(plan)), gpu
 
@@ -72,10 +74,13 @@ class Products:
         def go_on() -> bool:
             """As many turns as what they wait for is there for; whether those were the last."""
             for number in tuple(left):
-                visit, turn = self.visits[number], self.turns[number]
+                turn = self.turns[number]
                 needed = [turn.sums_there, *(source.there for source in turn.sources)]
                 if all(words[one] for one in needed if one >= 0):
-                    multiply(number, *(held[kept] for kept in visit.reads), out=held[visit.writes[0]])
+                    make = Summing(()) if len(self.sums[number]) > 1 else multiply
+                    for one in self.sums[number]:
+                        out = tuple(held[kept] for kept in one.writes)
+                        make(number, *(held[kept] for kept in one.reads), out=out if len(out) > 1 else out[0])
                     left.remove(number)
                     if turn.stored >= 0:
                         words[turn.stored] = 1
@@ -96,7 +101,7 @@ class Products:
                 launch = SimpleNamespace(blocks=1, threads=1, cluster=1, pointers=start)
                 streams.launch(kernel.kernel, launch, beside=False)
 
-        turn_of = range(len(self.turns))
+        turn_of = [number for number, of in enumerate(self.sums) for _ in of]
         return fused._Words(streams, kernel, at, self.launches, turn_of), {MATMUL: begin}  # type: ignore[arg-type]
 
 
@@ -168,6 +173,7 @@ class Caller:
 
     def __init__(self, gpu: FakeGpu, room: Room, name: str, rank: int, group: str) -> None:
         self.gpu, self.room, self.group, self.rank = gpu, room, group, rank
+        self.name = name
         self.op = commdsl.load(name, params={"C": PIECES}, ranks=RANKS)
         self.x, self.w = given(name, RANKS, *SIZE)
         self.want = torch.tensor(wanted(name, self.x, self.w)[rank])
@@ -179,6 +185,10 @@ class Caller:
         self.gpu.here.product = lambda: True
         found = self.op(self.rows, self.factor, group=self.group)
         assert self.gpu.here.product()
+        if self.name == WITH_ROWS:
+            found, rows = found
+            assert torch.equal(rows, torch.tensor(np.concatenate(self.x)) * factor)
+            rows.fill_(-1)
         assert torch.equal(found.double(), self.want * factor)
         found.fill_(-1)
         self.results = range(found.data_ptr(), found.data_ptr() + found.nbytes)  # torch copies to them, the first time
@@ -193,7 +203,7 @@ class Caller:
         return [(one.copy, one.turn, {at[number] for number in one.before if number in at}) for one in found]
 
 
-@pytest.mark.parametrize("name", [GATHER, SCATTER, REDUCE, EXCHANGE])
+@pytest.mark.parametrize("name", [GATHER, WITH_ROWS, SCATTER, REDUCE, EXCHANGE, RETURN])
 def test_a_list_is_the_call(gpu: FakeGpu, room: Room, made: list[Again], name: str) -> None:
     """The same numbers come of it, and the driver is asked for the same copies and kernels, of which the same come
     behind the same others; calls on other tensors come between those on the same ones.
