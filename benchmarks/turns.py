@@ -46,8 +46,8 @@ Batch = Ready | Eager
 def kept(
     name: str, kind: Kind, call: Callable[[], Any], is_wrong: Callable[..., torch.Tensor], **given: Callable[[], None]
 ) -> Made:
-    """A contender that keeps its last result, one tensor or several, of which `is_wrong` is asked, and lets it go before
-    the next call, as training does with gradients: so every call has its memory where the last one did. `given`: to it.
+    """A contender that keeps its last result, one tensor or several, of which `is_wrong` is asked, and lets it go
+    before the next call, as training does with gradients: each has its memory where the last one did. `given`: to it.
     """
     last: list[torch.Tensor] = []
 
