@@ -222,6 +222,13 @@ def planner(found: Record) -> str:
     return markdown([*header, "GB sent, every shard at home → as planned"], lines)
 
 
+def routes(found: Record) -> str:
+    """What new routes take the host, in milliseconds."""
+    times = ("plan_ms", "tables_ms", "all_ms", "p90_ms")
+    lines = [[line["ranks"], line["tokens"], *(f"{float(line[name]):.1f}" for name in times)] for line in found.lines]
+    return markdown(["ranks", "tokens a rank", "plan and proof", "tables", "both", "p90"], lines)
+
+
 def synthesis(found: Record) -> str:
     """The median machine and the worst."""
     lines = []
@@ -252,6 +259,7 @@ KINDS: dict[str, Callable[[Record], str]] = {
     "compressed": compressed,
     "uneven": uneven,
     "planner": planner,
+    "routes": routes,
     "synthesis": synthesis,
 }
 

@@ -213,6 +213,10 @@ MADE = {
         ],
         ["| 1 MB | 2 | 9.0 | 10.0 | 18.0 | 12.0 | 1.50 | 8 SMs |"],
     ),
+    "routes": (
+        [{"ranks": "8", "tokens": "8192", "plan_ms": "1.32", "tables_ms": "0.7", "all_ms": "2.04", "p90_ms": "2.2"}],
+        ["| 8 | 8192 | 1.3 | 0.7 | 2.0 | 2.2 |"],
+    ),
     "synthesis": (
         [
             {"collective": "allgather", "ratio": ratio, "seconds": seconds}

@@ -60,7 +60,7 @@ def plan(
         raise ArgumentError(f'`sharing` is "rank" or "query", not {sharing!r}')
     where = default_device() if device is None else torch.device(device)
     mask = Mask.CAUSAL if causal else Mask.FULL
-    return _routed(given, rank, mask, _SHARING[sharing], where, groups.of(name, where).nodes)
+    return _known(given, rank, mask, _SHARING[sharing], where, groups.of(name, where).nodes)
 
 
 _SHARING = {one.value: one for one in Sharing}
@@ -74,13 +74,18 @@ def _lengths(given: Iterable[Iterable[int]]) -> Lengths:
         raise ArgumentError(f"expected a list of whole numbers for each rank, {example}: {error}") from None
 
 
-@lru_cache(KEPT)
-def _routed(
+def new_route(
     lengths: Lengths, rank: int, mask: Mask, sharing: Sharing, device: torch.device, nodes: tuple[int, ...]
 ) -> Route:
+    """That of one rank of as many as there are `nodes`, each the number of that rank's, whether it was made before or
+    not: a plan, and its proof.
+    """
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     proved = compiler.prove_plan(_planned(lengths, mask, sharing, kind, nodes))
     return Route.of_plan(proved.plan, proved.routing, rank=rank, device=device)
+
+
+_known = lru_cache(KEPT)(new_route)
 
 
 def _planned(lengths: Lengths, mask: Mask, sharing: Sharing, kind: str, nodes: tuple[int, ...]) -> DispatchPlan:
