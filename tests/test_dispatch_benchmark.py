@@ -1,5 +1,5 @@
 """The parts of benchmarks/dispatch.py that need no GPU: balance, bytes, sorted rows, ratios, tables, the command line.
-And benchmarks/documents.py: its plans, and all of it on processors.
+And benchmarks/documents.py: its plans, and all of it on processors; benchmarks/routes.py: its batches, and its lines.
 
 Assumes a checkout. Does not measure anything.
 """
@@ -10,6 +10,7 @@ import csv
 import io
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from forked import launched
 
-from benchmarks import dispatch_report, documents
+from benchmarks import dispatch_report, documents, routes
 from benchmarks.dispatch_plans import KEY_BYTES, QUERY_BYTES, Case, Sorted, followed
 from benchmarks.dispatch_report import APART, OURS, TOGETHER, Row, Way
 from benchmarks.report import Kind, Result, Timing
@@ -166,3 +167,13 @@ def test_documents_on_processors() -> None:
 
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in (*documents.PLANS, "results and gradients of all plans agree"))
+
+
+def test_new_routes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Batches fill each rank and are new each time; a line for each number of ranks and tokens."""
+    drawn = list(islice(routes.batches(3, 1024, seed=1), 4))
+    assert len({*drawn}) == 4
+    assert all(sum(documents) == 1024 for batch in drawn for documents in batch)
+
+    routes.main(["--ranks", "2,3", "--tokens", "1K", "--batches", "2", "--device", "cpu"])
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[2:]] == [["2", "1024"], ["3", "1024"]]
