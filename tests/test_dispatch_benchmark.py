@@ -21,10 +21,12 @@ pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from forked import launched
 
-from benchmarks import dispatch_report, documents, routes
+from benchmarks import dispatch_report, documents
 from benchmarks.dispatch_plans import KEY_BYTES, QUERY_BYTES, Case, Sorted, followed
 from benchmarks.dispatch_report import APART, OURS, TOGETHER, Row, Way
 from benchmarks.report import Kind, Result, Timing
+from benchmarks.routes import batches
+from benchmarks.routes import main as new_routes
 from commdsl.planner.balance import imbalance
 
 ROOT = Path(__file__).parent.parent
@@ -171,9 +173,9 @@ def test_documents_on_processors() -> None:
 
 def test_new_routes(capsys: pytest.CaptureFixture[str]) -> None:
     """Batches fill each rank and are new each time; a line for each number of ranks and tokens."""
-    drawn = list(islice(routes.batches(3, 1024, seed=1), 4))
+    drawn = list(islice(batches(3, 1024, seed=1), 4))
     assert len({*drawn}) == 4
     assert all(sum(documents) == 1024 for batch in drawn for documents in batch)
 
-    routes.main(["--ranks", "2,3", "--tokens", "1K", "--batches", "2", "--device", "cpu"])
+    new_routes(["--ranks", "2,3", "--tokens", "1K", "--batches", "2", "--device", "cpu"])
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[2:]] == [["2", "1024"], ["3", "1024"]]
