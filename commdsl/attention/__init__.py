@@ -31,8 +31,9 @@ Importing this imports nothing else; each name below loads what it needs when it
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from commdsl.machine.lazy import lazy
 
 if TYPE_CHECKING:
     from commdsl.attention.auto import Choice as Choice
@@ -109,50 +110,41 @@ __all__ = [
     "zigzag_ring_attention_forward_flash_attn_profile",
 ]
 
-_HOME = {
-    "A2AComm": "peers",
-    "Choice": "auto",
-    "Placement": "placement",
-    "RingComm": "peers",
-    "Run": "placement",
-    "_update_out_and_lse": "document",
-    "attention": "interface",
-    "calculate_in_mapping_circle": "hamilton",
-    "calculate_inter_node_mapping": "hamilton",
-    "calculate_intra_node_in_mapping_two_nodes": "hamilton",
-    "calculate_intra_node_out_mapping_two_nodes": "hamilton",
-    "calculate_out_mapping_circle": "hamilton",
-    "calculate_source_rank_per_iter": "hamilton",
-    "choice": "auto",
-    "contiguous": "placement",
-    "gen_hamilton_circle": "hamilton",
-    "gen_hamilton_circle_two_nodes": "hamilton",
-    "gen_hamilton_path_local": "hamilton",
-    "hamilton_attention_forward_causal_flash_attn": "document",
-    "hamilton_attention_forward_causal_flash_attn_profile": "document",
-    "hamilton_attention_forward_full_flash_attn": "document",
-    "hamilton_attention_forward_full_flash_attn_profile": "document",
-    "hamilton_attention_forward_full_flash_attn_two_nodes": "document",
-    "hamilton_attention_forward_full_flash_attn_two_nodes_profile": "document",
-    "positions": "sequence",
-    "ring_attention_forward_flash_attn": "document",
-    "ring_attention_forward_flash_attn_profile": "document",
-    "sequence_parallel": "drop_in",
-    "shard_sequence": "sequence",
-    "unshard_sequence": "sequence",
-    "zigzag": "placement",
-    "zigzag_ring_attention_forward_flash_attn": "document",
-    "zigzag_ring_attention_forward_flash_attn_profile": "document",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module `commdsl.attention` has no attribute `{name}`")
-    # Kept: the next use of the name costs a look into a dictionary.
-    found = globals()[name] = getattr(import_module(f"commdsl.attention.{_HOME[name]}"), name)
-    return found
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "A2AComm": "commdsl.attention.peers",
+        "Choice": "commdsl.attention.auto",
+        "Placement": "commdsl.attention.placement",
+        "RingComm": "commdsl.attention.peers",
+        "Run": "commdsl.attention.placement",
+        "_update_out_and_lse": "commdsl.attention.document",
+        "attention": "commdsl.attention.interface",
+        "calculate_in_mapping_circle": "commdsl.attention.hamilton",
+        "calculate_inter_node_mapping": "commdsl.attention.hamilton",
+        "calculate_intra_node_in_mapping_two_nodes": "commdsl.attention.hamilton",
+        "calculate_intra_node_out_mapping_two_nodes": "commdsl.attention.hamilton",
+        "calculate_out_mapping_circle": "commdsl.attention.hamilton",
+        "calculate_source_rank_per_iter": "commdsl.attention.hamilton",
+        "choice": "commdsl.attention.auto",
+        "contiguous": "commdsl.attention.placement",
+        "gen_hamilton_circle": "commdsl.attention.hamilton",
+        "gen_hamilton_circle_two_nodes": "commdsl.attention.hamilton",
+        "gen_hamilton_path_local": "commdsl.attention.hamilton",
+        "hamilton_attention_forward_causal_flash_attn": "commdsl.attention.document",
+        "hamilton_attention_forward_causal_flash_attn_profile": "commdsl.attention.document",
+        "hamilton_attention_forward_full_flash_attn": "commdsl.attention.document",
+        "hamilton_attention_forward_full_flash_attn_profile": "commdsl.attention.document",
+        "hamilton_attention_forward_full_flash_attn_two_nodes": "commdsl.attention.document",
+        "hamilton_attention_forward_full_flash_attn_two_nodes_profile": "commdsl.attention.document",
+        "positions": "commdsl.attention.sequence",
+        "ring_attention_forward_flash_attn": "commdsl.attention.document",
+        "ring_attention_forward_flash_attn_profile": "commdsl.attention.document",
+        "sequence_parallel": "commdsl.attention.drop_in",
+        "shard_sequence": "commdsl.attention.sequence",
+        "unshard_sequence": "commdsl.attention.sequence",
+        "zigzag": "commdsl.attention.placement",
+        "zigzag_ring_attention_forward_flash_attn": "commdsl.attention.document",
+        "zigzag_ring_attention_forward_flash_attn_profile": "commdsl.attention.document",
+    },
+)

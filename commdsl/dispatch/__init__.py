@@ -22,8 +22,9 @@ Importing this imports nothing else; each name below loads what it needs when it
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from commdsl.machine.lazy import lazy
 
 if TYPE_CHECKING:
     from commdsl.dispatch.compute import compute_attn_layout_seqlens as compute_attn_layout_seqlens
@@ -82,43 +83,34 @@ __all__ = [
     "validate",
 ]
 
-_HOME = {
-    "AttentionLayout": "metadata",
-    "DispatchError": "errors",
-    "Dispatcher": "dispatcher",
-    "Limits": "limits",
-    "Metadata": "metadata",
-    "MetadataError": "metadata",
-    "QKVMetadata": "metadata",
-    "Route": "route",
-    "RowError": "errors",
-    "Span": "spans",
-    "Varlen": "spans",
-    "compute_attn_layout_seqlens": "compute",
-    "compute_metadata": "compute",
-    "compute_metadata_kv": "compute",
-    "create_qkv_dispatch": "generate",
-    "dispatch_kernel": "document",
-    "exclusive_cumsum": "compute",
-    "from_plan": "planned",
-    "gen_seq_lens": "generate",
-    "load_plan": "planned",
-    "orchestrate_simulate": "simulate",
-    "plan": "planning",
-    "simulate_reduce": "simulate",
-    "test_qkv_dispatch": "document",
-    "test_query_dispatch": "document",
-    "validate": "validator",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module `commdsl.dispatch` has no attribute `{name}`")
-    # Kept: the next use of the name costs a look into a dictionary.
-    found = globals()[name] = getattr(import_module(f"commdsl.dispatch.{_HOME[name]}"), name)
-    return found
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "AttentionLayout": "commdsl.dispatch.metadata",
+        "DispatchError": "commdsl.dispatch.errors",
+        "Dispatcher": "commdsl.dispatch.dispatcher",
+        "Limits": "commdsl.dispatch.limits",
+        "Metadata": "commdsl.dispatch.metadata",
+        "MetadataError": "commdsl.dispatch.metadata",
+        "QKVMetadata": "commdsl.dispatch.metadata",
+        "Route": "commdsl.dispatch.route",
+        "RowError": "commdsl.dispatch.errors",
+        "Span": "commdsl.dispatch.spans",
+        "Varlen": "commdsl.dispatch.spans",
+        "compute_attn_layout_seqlens": "commdsl.dispatch.compute",
+        "compute_metadata": "commdsl.dispatch.compute",
+        "compute_metadata_kv": "commdsl.dispatch.compute",
+        "create_qkv_dispatch": "commdsl.dispatch.generate",
+        "dispatch_kernel": "commdsl.dispatch.document",
+        "exclusive_cumsum": "commdsl.dispatch.compute",
+        "from_plan": "commdsl.dispatch.planned",
+        "gen_seq_lens": "commdsl.dispatch.generate",
+        "load_plan": "commdsl.dispatch.planned",
+        "orchestrate_simulate": "commdsl.dispatch.simulate",
+        "plan": "commdsl.dispatch.planning",
+        "simulate_reduce": "commdsl.dispatch.simulate",
+        "test_qkv_dispatch": "commdsl.dispatch.document",
+        "test_query_dispatch": "commdsl.dispatch.document",
+        "validate": "commdsl.dispatch.validator",
+    },
+)

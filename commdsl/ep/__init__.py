@@ -19,8 +19,9 @@ Importing this imports nothing else; each name below loads what it needs when it
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from commdsl.machine.lazy import lazy
 
 if TYPE_CHECKING:
     from commdsl.ep.config import EPConfig as EPConfig
@@ -63,35 +64,26 @@ __all__ = [
     "dispatch",
 ]
 
-_HOME = {
-    "DispatchCombineContext": "commdsl.ep.context",
-    "Dispatched": "commdsl.ep.functional",
-    "EPAll2AllLayer": "commdsl.ep.layer",
-    "EPAllToAllLayoutDesc": "commdsl.ep.layout",
-    "EPConfig": "commdsl.ep.config",
-    "Exchange": "commdsl.ep.exchange",
-    "Experts": "commdsl.ep.experts",
-    "Handle": "commdsl.ep.experts",
-    "KeysError": "commdsl.runtime.errors",
-    "KeyMap": "commdsl.ep.living",
-    "Limits": "commdsl.ep.limits",
-    "Living": "commdsl.ep.living",
-    "Pending": "commdsl.ep.pending",
-    "Quantised": "commdsl.ep.float8",
-    "Received": "commdsl.ep.experts",
-    "combine": "commdsl.ep.functional",
-    "dequantise": "commdsl.ep.functional",
-    "dispatch": "commdsl.ep.functional",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module `commdsl.ep` has no attribute `{name}`")
-    # Kept: the next use of the name costs a look into a dictionary.
-    found = globals()[name] = getattr(import_module(_HOME[name]), name)
-    return found
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "DispatchCombineContext": "commdsl.ep.context",
+        "Dispatched": "commdsl.ep.functional",
+        "EPAll2AllLayer": "commdsl.ep.layer",
+        "EPAllToAllLayoutDesc": "commdsl.ep.layout",
+        "EPConfig": "commdsl.ep.config",
+        "Exchange": "commdsl.ep.exchange",
+        "Experts": "commdsl.ep.experts",
+        "Handle": "commdsl.ep.experts",
+        "KeysError": "commdsl.runtime.errors",
+        "KeyMap": "commdsl.ep.living",
+        "Limits": "commdsl.ep.limits",
+        "Living": "commdsl.ep.living",
+        "Pending": "commdsl.ep.pending",
+        "Quantised": "commdsl.ep.float8",
+        "Received": "commdsl.ep.experts",
+        "combine": "commdsl.ep.functional",
+        "dequantise": "commdsl.ep.functional",
+        "dispatch": "commdsl.ep.functional",
+    },
+)

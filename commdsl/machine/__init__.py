@@ -6,6 +6,7 @@ memory        the machine -> the bytes that a process may still take
 resources     where the shipped folders lie
 private       paths -> folders and files that are this user's alone
 cache         what something depends on -> what was made of it, kept from run to run
+lazy          where names are -> modules that load what a name needs at its use
 topology      who can send to whom, how fast, through which ports
 cycles        rings and Hamilton decompositions of its links
 dtypes        element types and their reductions

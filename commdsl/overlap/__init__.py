@@ -17,8 +17,9 @@ Importing this imports nothing else; each name below loads what it needs when it
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from commdsl.machine.lazy import lazy
 
 if TYPE_CHECKING:
     from commdsl.overlap.auto import choice as choice
@@ -49,29 +50,20 @@ __all__ = [
     "replicated_matmul",
 ]
 
-_HOME = {
-    "ColumnParallelLinear": "layers",
-    "MicroPipelineTP": "inductor",
-    "RowParallelLinear": "layers",
-    "all_gather_matmul": "functional",
-    "all_reduce_rms_norm": "rms_norm",
-    "all_to_all_matmul": "functional",
-    "choice": "auto",
-    "matmul_all_reduce": "functional",
-    "matmul_all_to_all": "functional",
-    "matmul_reduce_scatter": "functional",
-    "profiled": "profile",
-    "replicated_matmul": "functional",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module `commdsl.overlap` has no attribute `{name}`")
-    # Kept: the next use of the name costs a look into a dictionary.
-    found = globals()[name] = getattr(import_module(f"commdsl.overlap.{_HOME[name]}"), name)
-    return found
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "ColumnParallelLinear": "commdsl.overlap.layers",
+        "MicroPipelineTP": "commdsl.overlap.inductor",
+        "RowParallelLinear": "commdsl.overlap.layers",
+        "all_gather_matmul": "commdsl.overlap.functional",
+        "all_reduce_rms_norm": "commdsl.overlap.rms_norm",
+        "all_to_all_matmul": "commdsl.overlap.functional",
+        "choice": "commdsl.overlap.auto",
+        "matmul_all_reduce": "commdsl.overlap.functional",
+        "matmul_all_to_all": "commdsl.overlap.functional",
+        "matmul_reduce_scatter": "commdsl.overlap.functional",
+        "profiled": "commdsl.overlap.profile",
+        "replicated_matmul": "commdsl.overlap.functional",
+    },
+)
