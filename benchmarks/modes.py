@@ -100,9 +100,7 @@ def _sizes(
         if bench.time_is_up():
             rows.append(Row(case, [Result(CHOSEN, Kind.OURS, None, NO_TIME)]))
             continue
-        entries = [
-            Entry(str(one.candidate), Kind.OURS, partial(one.contender, case), status_of(one.problem)) for one in loaded
-        ]
+        entries = [Entry(str(one.candidate), Kind.OURS, one.contender, status_of(one.problem)) for one in loaded]
         if options.chosen or not loaded:
             entries.insert(0, Entry(CHOSEN, Kind.OURS, partial(ours.chosen, bench, case)))
         rows.append(measured(bench, case, [*beside.entries(case), *entries], beside.limits, DTYPE))

@@ -76,7 +76,7 @@ class Loaded:
     problem: str = ""
     group: Any = field(default=None, repr=False)
 
-    def contender(self, case: Case, x: torch.Tensor) -> Contender:
+    def contender(self, x: torch.Tensor) -> Contender:
         def call(index: int) -> torch.Tensor:
             found: torch.Tensor = self.ops[root_of(index, len(self.ops))](x, group=self.group)
             return found

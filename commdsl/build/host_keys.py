@@ -145,7 +145,7 @@ def _there(
         "keys_a_row": call.keys[rank].shape[1],
         "inputs": given,
         "row_bytes": [_width([one]) for one in arriving(call, rank, plan)],
-        **_cast(where, call, plan),
+        **_cast(call, plan),
         **({} if call.values is None else {"values": _put(where, call.values[rank], f"values of rank {rank}", 4)}),
         "outputs": results[: -len(OWN)],
         "room": call.room,
@@ -159,7 +159,7 @@ ELEMENTS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.uint16
 """Of tensors that travel in float8, as kernels are told; those of bfloat16 are given by their bits."""
 
 
-def _cast(where: Seats, call: KeysCall, plan: Plan) -> dict[str, int | Sequence[int]]:
+def _cast(call: KeysCall, plan: Plan) -> dict[str, int | Sequence[int]]:
     """What a kernel is told of tensors that travel in float8."""
     if not any(plan.push_by_key.stretches):
         return {}

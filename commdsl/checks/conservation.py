@@ -99,7 +99,7 @@ def _diagnose(located: Located, contract: Contract, difference: Difference, num_
         code, headline = "C308", f"a wrong contribution breaks `{contract.name}`"
     elif len(difference.repeated):
         code, headline = "C307", f"a contribution counted twice breaks `{contract.name}`"
-        last = _first_doubling(located, int(difference.repeated[0]), difference.location) or last
+        last = _first_doubling(located, int(difference.repeated[0])) or last
     else:
         code, headline = "C306", f"a missing contribution breaks `{contract.name}`"
     secondary = () if last is None else (last,)
@@ -162,7 +162,7 @@ def last_write(located: Located, location: int) -> Label | None:
     return None
 
 
-def _first_doubling(located: Located, contribution: int, location: int) -> Label | None:
+def _first_doubling(located: Located, contribution: int) -> Label | None:
     """Where the first chunk comes about that holds one contribution twice; follows that contribution alone."""
     single = Contents(np.zeros((located.size, 1), dtype=np.uint64), np.zeros(located.size, dtype=np.int64))
     single.totals[contribution] = 1

@@ -27,7 +27,7 @@ from commdsl.language.records import dataclass
 class Offences:
     """k rows that break a law, and by how much; empty where the law holds."""
 
-    row: Longs  # (k,): rows of the form that was judged; of `counts_differ` destination * num_ranks + source
+    row: Longs  # (k,): rows of the form that was judged
     expected: Longs  # (k,)
     got: Longs  # (k,)
 
@@ -91,13 +91,6 @@ def _following(order: Longs, group: Longs, end: Longs) -> Longs:
     names, found = group[order], np.zeros(len(order), np.int64)
     found[order[1:]] = end[order[:-1]] * (names[1:] == names[:-1])
     return found
-
-
-def counts_differ(routes: Routes, counts: Longs) -> Offences:
-    """Entries [r, s] of `counts` (num_ranks, num_ranks) that are not the rows which r receives from s."""
-    found = np.zeros(routes.num_ranks**2, np.int64)
-    np.add.at(found, routes.dest * routes.num_ranks + routes.source, routes.length)
-    return _differ(found, counts.reshape(-1))
 
 
 def not_returned(routes: Routes, order: Longs, returning: Routes, shards: Shards) -> Offences:

@@ -139,7 +139,7 @@ def _found_cuts(n: int) -> list[int]:
         out = sorted(_sample(m, size, draws))
         arcs = _joined(m, step, out)
         if arcs is not None:
-            return _positions(m, step, out, arcs)
+            return _positions(m, step, arcs)
     raise NoDecompositionError(f"no Hamilton cycles were found for {n} ranks in {MOST_DRAWS} draws")
 
 
@@ -202,7 +202,7 @@ def _tail(m: int, difference: int) -> int:
     return -(j // 2) % m if j % 2 else j // 2
 
 
-def _positions(m: int, step: int, out: list[int], arcs: list[tuple[int, int]]) -> list[int]:
+def _positions(m: int, step: int, arcs: list[tuple[int, int]]) -> list[int]:
     """The cut of each cycle: the arc of `step`, but in the cycles that gave their arc to join the pieces."""
     heads = {_owner(m, place * step % m, (place + 1) * step % m): (place + 1) * step % m for place in range(m)}
     heads.update({_owner(m, a, b): b for a, b in arcs})

@@ -339,7 +339,7 @@ def other_tensors(schedule: Schedule, moves: Moves, unlike: Collection[Tensor]) 
     )
 
 
-def wrong_visit(schedule: Schedule, span: Span, name: str, at: tuple[int, int]) -> Diagnostic:
+def wrong_visit(span: Span, name: str, at: tuple[int, int]) -> Diagnostic:
     """C210, of what the caller is handed at a yield, or gets back from launches."""
     rank, chunk = at
     return Diagnostic(

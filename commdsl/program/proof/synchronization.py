@@ -95,7 +95,7 @@ class Findings:
 
 
 def _read_data(moves: Moves, events: Timeline, order: Run) -> Findings:
-    barriers = _barriers(moves, events)
+    barriers = _barriers(moves)
     far: list[Hazards] = []
     bare = undefined = outside = None
     for found in accesses(moves, events, order):
@@ -133,7 +133,7 @@ def _bare(moves: Moves, events: Timeline, pairs: Hazards, before: Ints, per_roun
     return messages.no_barrier(moves, pairs, bare) if len(bare) else None
 
 
-def _barriers(moves: Moves, events: Timeline) -> tuple[Ints, Ints]:
+def _barriers(moves: Moves) -> tuple[Ints, Ints]:
     """Block barriers before the body of each operation, counted through the ranks; and those of a rank's round."""
     ops = moves.ops
     opening = (np.diff(ops.wait_begin) > 0) | (ops.barrier == 1)
@@ -146,7 +146,7 @@ def _barriers(moves: Moves, events: Timeline) -> tuple[Ints, Ints]:
 
 def _clobbered(moves: Moves, events: Timeline) -> Diagnostic | None:
     pairs, buffer = clobbers(moves)
-    before, _ = _barriers(moves, events)
+    before, _ = _barriers(moves)
     apart = events.actor[pairs.second] != events.actor[pairs.first]  # no barrier is between the two
     late = np.flatnonzero((before[pairs.second] <= before[pairs.first]) | apart)
     return messages.clobbered(moves, pairs, late, moves.alias_safe[buffer[late[0]]]) if len(late) else None

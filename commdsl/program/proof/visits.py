@@ -113,7 +113,7 @@ def visits_compute(schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
                         wanted = np.where(fresh.reshape(-1), wanted, UNWRITTEN)
                     wrong = _differs(held, kept, wanted, numbers[kept.name] == read)
                     if wrong is not None:
-                        yield messages.wrong_visit(schedule, step.span, kept.name, wrong)
+                        yield messages.wrong_visit(step.span, kept.name, wrong)
                         return
                 for kept, written in zip(phase.writes, step.writes, strict=True):
                     held[kept] = computed(schedule, number, written).reshape(schedule.num_ranks, -1)
@@ -155,7 +155,7 @@ def _returned(
     for kept in phase.reads:
         wrong = _differs(held, kept, wanted.get(kept.name, meant[0]), kept.name in wanted)
         if wrong is not None:
-            yield messages.wrong_visit(schedule, schedule.span, kept.name, wrong)
+            yield messages.wrong_visit(schedule.span, kept.name, wrong)
             return
     unreturned = [name for name, values in wanted.items() if (values != UNWRITTEN).any()]
     if unvisited or {*unreturned} - {kept.name for kept in phase.reads}:
