@@ -158,8 +158,10 @@ class FakeGpu:
 
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
+        """As torch.cuda.stream: the device is the stream's, too."""
         outside, self.here.stream = self.current, stream
-        yield
+        with self._device(0):
+            yield
         self.here.stream = outside
 
     @contextlib.contextmanager
@@ -241,7 +243,7 @@ class FakeGpu:
         return SimpleNamespace(
             RawModule=lambda path: module(path),
             cuda=SimpleNamespace(
-                Device=lambda _: _Device(132, self.shared_bytes),
+                Device=lambda _: _Device(132, self.shared_bytes, self.here),
                 Stream=lambda non_blocking, priority=0: self.stream(external=True),
                 Event=lambda disable_timing: self._event(),
                 runtime=SimpleNamespace(
@@ -251,7 +253,7 @@ class FakeGpu:
                     ),
                     memcpy=lambda dest, source, num_bytes, kind: ctypes.memmove(dest, source, num_bytes),
                     memcpyDeviceToHost=2,
-                    eventRecord=lambda event, stream: self._events[event].record(self._at(stream)),
+                    eventRecord=self._record,
                     streamWaitEvent=self._wait,
                 ),
                 driver=SimpleNamespace(
@@ -310,10 +312,17 @@ class FakeGpu:
         return found
 
     def _event(self) -> Event:
+        """Of the GPU whose context the thread has, and no other."""
         made = Event()
+        made.context = getattr(self.here, "context", CONTEXT) or CONTEXT  # type: ignore[attr-defined] # for `_record`
         made.ptr = next(self._handles)  # type: ignore[attr-defined] # cupy's have it
         self._events[made.ptr] = made  # type: ignore[attr-defined] # as above
         return made
+
+    def _record(self, event: int, stream: int) -> None:
+        made = self._events[event]
+        assert made.context == CONTEXT, "an event of another GPU"  # type: ignore[attr-defined] # as `_event` has it
+        made.record(self._at(stream))
 
     def _wait(self, stream: int, event: int, flags: int) -> None:
         assert flags == 0
@@ -422,14 +431,17 @@ class Struct:
 
 
 class _Device:
-    def __init__(self, sms: int, shared_bytes: int) -> None:
+    def __init__(self, sms: int, shared_bytes: int, here: threading.local) -> None:
+        self._here = here
         self.attributes = {"MultiProcessorCount": sms, "MaxSharedMemoryPerBlockOptin": shared_bytes}
 
     def __enter__(self) -> _Device:
+        self._outside = getattr(self._here, "context", CONTEXT)
+        self._here.context = CONTEXT
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        self._here.context = self._outside
 
 
 class _UniqueId:

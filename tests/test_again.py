@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,7 +17,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fake_gpu import FakeGpu  # noqa: E402 - after the check for torch
+from fake_gpu import CONTEXT, FakeGpu, Stream  # noqa: E402 - after the check for torch
 from test_products import EXCHANGE, GATHER, REDUCE, RETURN, SCATTER, WITH_ROWS, given, wanted  # noqa: E402
 from thread_ranks import in_group  # noqa: E402
 
@@ -31,6 +33,8 @@ from commdsl.runtime.stream_order import MARKED_CALLS  # noqa: E402
 
 RANKS, PIECES = 2, 2
 SIZE = (2 * PIECES, 8, 16)
+ANOTHER = 0xBAD
+"""The context of another GPU."""
 
 
 class Room(threading.local):
@@ -114,6 +118,7 @@ class Kernel:
         self.gpu = gpu
 
     def launch(self, prepared: Any, stream: int) -> None:
+        assert getattr(self.gpu.here, "context", CONTEXT) != ANOTHER, "a launch in the context of another GPU"
         self.gpu._command(stream, prepared.pointers, turn=(prepared.pointers.__name__,))
 
 
@@ -236,6 +241,7 @@ def test_streams(gpu: FakeGpu, room: Room, made: list[Again]) -> None:
 
     run(gpu, body)
     assert [len(one._known) for one in made] == [2] * RANKS
+    assert [len(one._words) for one in made] == [2] * RANKS  # each of the allocator of its stream
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -322,3 +328,101 @@ def test_more_than_are_kept(gpu: FakeGpu, room: Room, made: list[Again], monkeyp
     run(gpu, body)
     assert all(0 < len(one._known) <= 4 for one in made)
     assert all(0 < len(one._met) <= 4 for one in made)
+
+
+@pytest.mark.parametrize("context", [0, ANOTHER])
+def test_context(gpu: FakeGpu, room: Room, made: list[Again], context: int) -> None:
+    """A thread new to CUDA, or one whose current device is another, makes its calls on the tensors' GPU, and lists."""
+
+    def body(rank: int, group: str) -> None:
+        caller = Caller(gpu, room, GATHER, rank, group)
+        caller.call(1)
+        gpu.here.context = context
+        for number in range(3):
+            caller.call(number + 2)
+            caller.call(number + 2, room=10 + number)
+        assert gpu.here.context == (context or CONTEXT)
+
+    run(gpu, body)
+    assert [len(one._known) for one in made] == [1] * RANKS
+
+
+def test_after_a_capture(gpu: FakeGpu, room: Room, made: list[Again]) -> None:
+    """What is captured runs later: the next call on another stream comes behind the one before the capture."""
+
+    def body(rank: int, group: str) -> None:
+        caller = Caller(gpu, room, GATHER, rank, group)
+        streams = [gpu.stream(), gpu.stream(), gpu.stream()]
+        for stream in streams[:2]:
+            with gpu.on(stream):
+                caller.call()
+                caller.call()
+        with gpu.on(streams[2]), gpu.capturing(2 + rank):
+            caller.op(caller.rows, caller.factor, group=group)
+        before = {one.number for one in gpu.commands if one.rank == rank and not one.capture}
+        with gpu.on(streams[0]):
+            caller.call()
+            assert before <= streams[0].before
+
+    run(gpu, body)
+
+
+def test_a_stream_with_the_number_of_another(gpu: FakeGpu, room: Room, made: list[Again]) -> None:
+    """Streams that torch has not made go, and new ones get their numbers: calls on those come behind the last one."""
+
+    def body(rank: int, group: str) -> None:
+        caller = Caller(gpu, room, GATHER, rank, group)
+        stream = gpu.stream(external=True)
+        for number in range(4):
+            with gpu.on(stream):
+                before = {one.number for one in gpu.commands if one.rank == rank}
+                caller.call(number + 1)
+                assert before <= stream.before
+            stream.is_gone = True
+            stream = gpu._streams[stream.ptr] = Stream(stream.ptr, stream.ptr)
+
+    run(gpu, body)
+
+
+def test_a_call_that_ends_half_way(gpu: FakeGpu, room: Room, made: list[Again]) -> None:
+    """The other ranks wait for what it did not send: nothing is called in the group before all have reset it."""
+
+    def body(rank: int, group: str) -> None:
+        caller = Caller(gpu, room, GATHER, rank, group)
+        for number in range(2):
+            caller.call(number + 1)
+        (listing,) = next(one for one in made if one._communicator.rank == rank)._known.values()
+        where = len(listing.calls) // 2
+        call, listing.calls[where] = listing.calls[where], (interrupt, ())
+        with pytest.raises(KeyboardInterrupt):
+            caller.call(3)
+        with pytest.raises(BrokenGroupError, match="KeyboardInterrupt"):
+            caller.call(4)
+        listing.calls[where] = call
+        commdsl.reset(group)
+        for number in range(3):
+            caller.call(number + 5)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    run(gpu, body)
+
+
+def test_what_a_list_had_goes_with_it(gpu: FakeGpu, room: Room, made: list[Again]) -> None:
+    """At once, also where nobody collects cycles, as training has it."""
+
+    def body(rank: int, group: str) -> None:
+        caller = Caller(gpu, room, SCATTER, rank, group)
+        for number in range(3):
+            caller.call(number + 1)
+
+    run(gpu, body)
+    gc.disable()
+    try:
+        for one in made:
+            (listing,) = map(weakref.ref, one._known.values())
+            one._known.clear()
+            assert listing() is None
+    finally:
+        gc.enable()

@@ -35,7 +35,7 @@ class Again:
         self._driver = of_cupy()
         self._known: dict[Hashable, Listing] = {}
         self._met = set[Hashable]()
-        self._words: dict[Region, torch.Tensor] = {}
+        self._words: dict[tuple[Region, int], torch.Tensor] = {}
 
     def __call__(self, inputs: Sequence[torch.Tensor], own: Sequence[torch.Tensor], make: List) -> bool:
         """Makes a call as it was made before, if it was, and says so. `own`: the tensors that a call has besides, of
@@ -66,19 +66,22 @@ class Again:
             self._met.add(key)
             return None
         listing = Listing(self._driver)
-        room = partial(self._room, region)
-        if not make(ListedStreams(listing, stream, self._communicator.beside, room), region):
-            return None
+        room = partial(self._room, region, stream)
+        with self._communicator.device():  # events are of the current one
+            if not make(ListedStreams(listing, stream, self._communicator.beside, room), region):
+                return None
         if len(self._known) >= MOST:
             self._known.clear()
         self._known[key] = listing
         return listing
 
-    def _room(self, region: Region, words: int, like: torch.Tensor) -> int:
-        """One for all lists in a region, which calls have one after another."""
-        if region not in self._words:
-            self._words[region] = torch.empty(words, dtype=torch.int64, device=like.device)
-        found = self._words[region]
+    def _room(self, region: Region, stream: int, words: int, like: torch.Tensor) -> int:
+        """One for all lists in a region, which calls have one after another; of each stream, the current one, its own,
+        as torch's allocator gives memory on to what comes later on the stream that it was made on.
+        """
+        if (region, stream) not in self._words:
+            self._words[region, stream] = torch.empty(words, dtype=torch.int64, device=like.device)
+        found = self._words[region, stream]
         assert len(found) == words
         return found.data_ptr()
 

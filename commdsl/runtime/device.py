@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -166,12 +167,20 @@ class DeviceCommunicator(Communicator):
         """A call from its beginning to its end, of which what other calls come behind is what goes beside the caller's
         stream: as that of `DeviceStart.begin`. The caller's is not to be waited for, where a product waits for others.
         """
-        gpu, beside = self._gpu, self._beside.of_torch
-        with self.order.lock, contextlib.nullcontext() if gpu.is_bound else torch.cuda.device(gpu.index):
-            gpu.bind()
+        beside = self._beside.of_torch
+        with self.order.lock, self.device():
+            self._gpu.bind()
             self.order.enter(beside)
-            play(calls)
+            try:
+                play(calls)
+            except BaseException as error:  # the other ranks wait for what it did not come to
+                self.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+                raise
             self.order.leave(beside)
+
+    def device(self) -> contextlib.AbstractContextManager[Any]:
+        """In it the thread's device is this GPU."""
+        return contextlib.nullcontext() if self._gpu.is_bound else torch.cuda.device(self.index)
 
     def read_desk(self) -> bytes:
         import cupy  # where there is a GPU

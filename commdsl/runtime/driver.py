@@ -46,7 +46,8 @@ class Listing:
     def __init__(self, driver: Driver) -> None:
         self.calls: list[Asked] = []
         self.kept: list[object] = []
-        self.driver = Driver(*(partial(self._ask, getattr(driver, one.name)) for one in fields(driver)))
+        # Of the calls, not of this: what is kept has this driver, and is to go as soon as the listing does.
+        self.driver = Driver(*(partial(_put_down, self.calls, getattr(driver, one.name)) for one in fields(driver)))
 
     def event(self) -> Any:
         import cupy  # where there is a GPU
@@ -55,8 +56,9 @@ class Listing:
         self.kept.append(made)
         return made
 
-    def _ask(self, call: Callable[..., object], *given: int) -> None:
-        self.calls.append((call, given))
+
+def _put_down(calls: list[Asked], call: Callable[..., object], *given: int) -> None:
+    calls.append((call, given))
 
 
 def play(calls: Sequence[Asked]) -> None:

@@ -51,7 +51,8 @@ class Region:
         """It ends, or has not begun."""
         order, self._order = self._order, None
         try:
-            self.last = self.last if order is None else order.end()
+            end = None if order is None else order.end()
+            self.last = self.last if end is None else end  # what was captured has not run
         finally:
             self.is_taken = False
 

@@ -49,7 +49,7 @@ class StreamOrder:
             last = self._captured
             if last is not None and last[0] == self._capture_id(handle) and last[1] != handle:
                 stream.wait_event(last[2])
-        elif self._last is not None and (handle != self._last.cuda_stream or not _is_of_torch(self._last)):
+        elif self._last is not None and (handle != self._last.cuda_stream or not is_of_torch(self._last)):
             if not self._is_marked:
                 self._mark_late()
             stream.wait_event(self._event)
@@ -67,7 +67,7 @@ class StreamOrder:
             self._in_a_row = 0
         self._last = stream
         self._in_a_row += 1
-        self._is_marked = self._in_a_row <= MARKED_CALLS or not _is_of_torch(stream)
+        self._is_marked = self._in_a_row <= MARKED_CALLS or not is_of_torch(stream)
         self.quiet = NO_STREAM if self._is_marked else stream.cuda_stream
         if self._is_marked:
             self._record(stream)
@@ -86,7 +86,7 @@ class StreamOrder:
         self._event.record(stream)
 
 
-def _is_of_torch(stream: Any) -> bool:
+def is_of_torch(stream: Any) -> bool:
     """Whether torch made the stream, and so never destroys it: its id is 0 or odd, anyone else's is an address."""
     number = int(stream.stream_id)
     return number == 0 or number % 2 == 1

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from commdsl.runtime.kernel import Launchable
+from commdsl.runtime.stream_order import is_of_torch
 from commdsl.runtime.workspace import Start, nothing
 
 
@@ -171,17 +172,23 @@ class CallersStream:
     def end(self) -> Any:
         if torch.cuda.is_current_stream_capturing():
             return None
-        is_same = self._last is not None and self._last[0] == self._main.cuda_stream
-        event = self._last[1] if is_same else torch.cuda.Event()
+        event = self._last[1] if self._last is not None and self._is_behind(self._last) else torch.cuda.Event()
         event.record(self._main)
-        return self._main.cuda_stream, event
+        return self._main, event
 
     def follow(self, end: Any) -> bool:
         if torch.cuda.is_current_stream_capturing():
             return True
-        if end is not None and end[0] != self._main.cuda_stream:
+        if end is not None and not self._is_behind(end):
             self._main.wait_event(end[1])
         return False
+
+    def _is_behind(self, end: Any) -> bool:
+        """Whether the caller's stream is the one that was marked: torch's exist to the end, any other may be gone, and
+        its number be that of a new one.
+        """
+        stream, _ = end
+        return bool(stream.cuda_stream == self._main.cuda_stream) and is_of_torch(stream)
 
 
 class TwoStreams(CallersStream):
@@ -189,7 +196,7 @@ class TwoStreams(CallersStream):
 
     def __init__(self, index: int, side: torch.cuda.Stream) -> None:
         super().__init__(index)
-        self._side = side
+        self._index, self._side = index, side
         self._events: dict[Hashable, Any] = {}
         self._zeroed: list[torch.Tensor] = []
         self._side.wait_stream(self._main)
@@ -204,7 +211,8 @@ class TwoStreams(CallersStream):
             return start.begin(changing, told, between)
 
     def launch(self, kernel: Launching, launch: Launchable, *, beside: bool) -> None:
-        kernel.launch(launch, (self._side if beside else self._main).cuda_stream)
+        with torch.cuda.device(self._index):
+            kernel.launch(launch, (self._side if beside else self._main).cuda_stream)
 
     def zeroed(self, words: int, like: torch.Tensor) -> int:
         made = torch.zeros(words, dtype=torch.int64, device=like.device)
@@ -229,7 +237,7 @@ class TwoStreams(CallersStream):
 
     def follow(self, end: Any) -> bool:
         is_captured = super().follow(end)
-        if not is_captured and end is not None and end[0] != self._main.cuda_stream:
+        if not is_captured and end is not None and not self._is_behind(end):
             self._side.wait_event(end[1])
         return is_captured
 
