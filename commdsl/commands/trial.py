@@ -7,15 +7,17 @@ compiler only the oracle runs, and the trial says so. Does not print.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd, isqrt
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.build import host, host_run
 from commdsl.build.emit import Emitted, emit
+from commdsl.build.host_ranks import DataRaceError, RowsError
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.budget import refuse_large
 from commdsl.commands.visited import Visited
@@ -90,6 +92,10 @@ class Trial:
         return not self.fault
 
 
+Found: TypeAlias = tuple[int, str, tuple[Profile, ...]]
+"""Of a run: the bytes compared, the first difference in words, and the profiles, where they were asked for."""
+
+
 def find_dtype(name: str, op: str, *, reduces: bool) -> DType:
     """The element type; UsageError when it is unknown, or has no such operation and the schedule reduces."""
     if name not in dtypes.BY_NAME:
@@ -124,25 +130,18 @@ def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
     largest = max(one.size for one in of.values())
     refuse_large(memory_of(schedule, elements * largest), settings.buffer_bytes, compiled.plan.num_ranks)
     inputs = make_inputs(schedule, of, elements)
-    start = time.perf_counter()
-    visited = Visited(schedule, elements, dtype)
-    expected = interpret.run(schedule, inputs, dtype, settings.operation, visited.bodies)
     block_bytes = elements * dtype.size
     lengths = () if schedule.lengths is None else inputs[schedule.lengths.table][0].tolist()
     blocks = tuple(length * dtype.size for length in lengths) or block_bytes
-    compared, fault = 0, ""
-    profiles: tuple[Profile, ...] = ()
     plan, emitted = stamped_of(compiled) if settings.profile else (compiled.plan, compiled.emitted)
-    try:
+
+    def run() -> Found:
+        visited = Visited(schedule, elements, dtype)
+        expected = interpret.run(schedule, inputs, dtype, settings.operation, visited.bodies)
+        compared, fault, profiles = 0, "", tuple[Profile, ...]()
         if not plan.is_visited:
             found = host_run.run(
-                plan,
-                emitted,
-                inputs,
-                dtype,
-                settings.operation,
-                mode=settings.mode,
-                sanitize=settings.sanitize,
+                plan, emitted, inputs, dtype, settings.operation, mode=settings.mode, sanitize=settings.sanitize
             )
             compared, fault = compare(schedule, expected, found, blocks)
             profiles = tuple(profiled(plan, found))
@@ -150,15 +149,26 @@ def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
             options = host_run.Options(mode=settings.mode, sanitize=settings.sanitize)
             further, fault = visited.compare(compiled, expected, inputs, settings.operation, options)
             compared += further
+        return compared, fault, profiles
+
+    return tried(run, settings, block_bytes)
+
+
+def tried(run: Callable[[], Found], settings: Settings, block_bytes: int = 0) -> Trial:
+    """What a run finds, and how long it takes: a time-out or a race is in `fault`, and without a C++ compiler nothing
+    is compared.
+    """
+    start = time.perf_counter()
+    try:
+        compared, fault, profiles = run()
         name = " ".join(host.find_compiler(from_environment()).command)
     except host.NoHostCompilerError as error:
         if settings.sanitize:
             raise UsageError(f"--sanitize needs a C++ compiler: {error}") from error
         return Trial(block_bytes, None, str(error), 0, "", time.perf_counter() - start)
-    except (CommTimeout, host_run.DataRaceError) as error:
+    except (CommTimeout, RowsError, DataRaceError) as error:
         return Trial(block_bytes, "", "", 0, str(error), time.perf_counter() - start)
-    seconds = time.perf_counter() - start
-    return Trial(block_bytes, name, "", compared, fault, seconds, profiles)
+    return Trial(block_bytes, name, "", compared, fault, time.perf_counter() - start, profiles)
 
 
 def stamped_of(compiled: CompiledSchedule) -> tuple[Plan, Emitted]:

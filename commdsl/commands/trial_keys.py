@@ -7,28 +7,25 @@ and the trial says so. Does not print.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.build import host, host_keys, host_rows
+from commdsl.build import host_keys, host_rows
 from commdsl.build.host_keys import Array, Arrived, CallAgain, CallBack, KeysCall
-from commdsl.build.host_ranks import DataRaceError, RowsError
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.budget import refuse_large
-from commdsl.commands.trial import COPIES, SEED, Settings, Trial, make_array
+from commdsl.commands.trial import COPIES, SEED, Found, Settings, Trial, make_array, tried
 from commdsl.compiler import CompiledDispatch
 from commdsl.ep import simulate
 from commdsl.ep.simulate import Received
 from commdsl.ir.dispatches import ByKey, Often
 from commdsl.language.records import dataclass
-from commdsl.machine.config import from_environment
 from commdsl.machine.dtypes import DType
 from commdsl.program.phases import Each
 from commdsl.program.plan import Plan
-from commdsl.program.timeouts import CommTimeout
 
 MOST_ROWS = 60  # of a rank
 MOST_KEYS_A_ROW = 8
@@ -82,8 +79,8 @@ def trial_keys(compiled: CompiledDispatch, route: ByKey, dtype: DType, width: in
     ways = len(compiled.dispatch.tensors) + (compiled.back is not None)
     # The last tensor once more, as it travelled.
     agains = [CallAgain(call, held, of[-1]) for call, held, of in zip(calls, expected, travelling, strict=True)]
-    made = _ran(compiled, route, calls, expected, backs, agains, dtype, settings)
-    return KeyTrial(made, tuple(KINDS), counts, ways * sum(int(one.sum()) for one in counts))
+    run = partial(_run, compiled, route, calls, expected, backs, agains, dtype, settings)
+    return KeyTrial(tried(run, settings), tuple(KINDS), counts, ways * sum(int(one.sum()) for one in counts))
 
 
 def _call(
@@ -157,7 +154,7 @@ def _rows(dice: np.random.Generator, dtype: DType, count: int, width: int) -> Ar
     return make_array(dice, dtype, count * width // dtype.size).reshape(count, width // dtype.size)
 
 
-def _ran(
+def _run(
     compiled: CompiledDispatch,
     route: ByKey,
     calls: Sequence[KeysCall],
@@ -166,30 +163,20 @@ def _ran(
     agains: Sequence[CallAgain],
     dtype: DType,
     settings: Settings,
-) -> Trial:
-    start = time.perf_counter()
-    compared, fault = 0, ""
-    try:
-        kernel = host_rows.checking(compiled.plan, mode=settings.mode, sanitize=settings.sanitize)
-        compared, fault = compare_there(host_keys.there(kernel, calls), expected, route.often)
-        if compiled.again is not None and not fault:
-            kernel = host_rows.checking(compiled.again, mode=settings.mode, sanitize=settings.sanitize)
-            more, fault = compare_again(host_keys.again(kernel, agains), expected, route.often)
+) -> Found:
+    kernel = host_rows.checking(compiled.plan, mode=settings.mode, sanitize=settings.sanitize)
+    compared, fault = compare_there(host_keys.there(kernel, calls), expected, route.often)
+    if compiled.again is not None and not fault:
+        kernel = host_rows.checking(compiled.again, mode=settings.mode, sanitize=settings.sanitize)
+        more, fault = compare_again(host_keys.again(kernel, agains), expected, route.often)
+        compared += more
+    numbers = [_numbers(one) for one in backs]
+    for plan, ways, of in ((compiled.back, backs, dtype.name), (compiled.values, numbers, "")):
+        if plan is not None and not fault:
+            kernel = host_rows.checking(plan, of, mode=settings.mode, sanitize=settings.sanitize)
+            more, fault = compare_back(host_keys.back(kernel, ways), ways, expected, plan)
             compared += more
-        numbers = [_numbers(one) for one in backs]
-        for plan, ways, of in ((compiled.back, backs, dtype.name), (compiled.values, numbers, "")):
-            if plan is not None and not fault:
-                kernel = host_rows.checking(plan, of, mode=settings.mode, sanitize=settings.sanitize)
-                more, fault = compare_back(host_keys.back(kernel, ways), ways, expected, plan)
-                compared += more
-        name = " ".join(host.find_compiler(from_environment()).command)
-    except host.NoHostCompilerError as error:
-        if settings.sanitize:
-            raise UsageError(f"--sanitize needs a C++ compiler: {error}") from error
-        return Trial(0, None, str(error), 0, "", time.perf_counter() - start)
-    except (CommTimeout, RowsError, DataRaceError) as error:
-        return Trial(0, "", "", 0, str(error), time.perf_counter() - start)
-    return Trial(0, name, "", compared, fault, time.perf_counter() - start)
+    return compared, fault, ()
 
 
 def with_rows(held: Received, often: Often) -> NDArray[np.bool_]:

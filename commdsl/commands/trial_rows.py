@@ -7,18 +7,16 @@ simulation runs, and the trial says so. Does not print.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from commdsl.build import host, host_rows
-from commdsl.build.host_ranks import DataRaceError, RowsError
+from commdsl.build import host_rows
 from commdsl.build.host_rows import RowsCall
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.budget import refuse_large
-from commdsl.commands.trial import COPIES, SEED, Settings, Trial, find_dtype, make_array
+from commdsl.commands.trial import COPIES, SEED, Found, Settings, Trial, find_dtype, make_array, tried
 from commdsl.commands.trial_keys import crossing, trial_keys
 from commdsl.compiler import CompiledDispatch
 from commdsl.ir import simulate
@@ -26,11 +24,9 @@ from commdsl.ir.dispatches import BY_QUERY, ByKey, ByTable, Dispatch, Route
 from commdsl.ir.plans import DispatchPlan, routing
 from commdsl.ir.routes import NOWHERE, Longs, Mask, Routes
 from commdsl.ir.simulate import Bytes, Copy
-from commdsl.machine.config import from_environment
 from commdsl.machine.dtypes import DType
 from commdsl.planner.chance import random_plan, varied
 from commdsl.program.runs import Shipment
-from commdsl.program.timeouts import CommTimeout
 
 ROW_BYTES = 64
 """Of a row, unless said."""
@@ -104,21 +100,13 @@ def _none(dispatch: Dispatch) -> Longs:
 def _ran(
     compiled: CompiledDispatch, legs: Sequence[Leg], calls: Sequence[RowsCall], dtype: DType, settings: Settings
 ) -> Trial:
-    start = time.perf_counter()
     summed = dtype.name if any(flow.is_sum for leg in legs for flow in leg.flows) else ""
-    try:
+
+    def run() -> Found:
         kernel = host_rows.checking(compiled.plan, summed, mode=settings.mode, sanitize=settings.sanitize)
-        found = host_rows.run_calls(kernel, calls)
-        name = " ".join(host.find_compiler(from_environment()).command)
-    except host.NoHostCompilerError as error:
-        if settings.sanitize:
-            raise UsageError(f"--sanitize needs a C++ compiler: {error}") from error
-        return Trial(0, None, str(error), 0, "", time.perf_counter() - start)
-    except (CommTimeout, RowsError, DataRaceError) as error:
-        return Trial(0, "", "", 0, str(error), time.perf_counter() - start)
-    seconds = time.perf_counter() - start
-    compared, fault = compare(legs, found)
-    return Trial(0, name, "", compared, fault, seconds)
+        return *compare(legs, host_rows.run_calls(kernel, calls)), ()
+
+    return tried(run, settings)
 
 
 def compare(legs: Sequence[Leg], found: host_rows.Results) -> tuple[int, str]:
