@@ -107,13 +107,14 @@ def run(options: argparse.Namespace, output: Output) -> int:
     import torch
 
     from benchmarks.measure import started
+    from benchmarks.rows import limits_of
 
     bench = started(options.time_budget, options.batches)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     gpu = torch.cuda.get_device_name()
     output.title = f"bfloat16, {bench.ranks} x {gpu}, torch {torch.__version__}, NCCL {nccl}; microseconds"
     cases = [Case(rows, shard, bench.ranks, options.documents) for shard in options.shards for rows in options.rows]
-    limits = _limits(bench, cases)
+    limits = limits_of(bench, cases)
     for case in cases:
         _measured(bench, options, case, limits, output)
     if options.documents == 1:  # what the host does is the same for longer documents
@@ -140,18 +141,6 @@ def _release(senders: dict[str, Any]) -> None:
     for sender in senders.values():
         sender.release()
     torch.cuda.empty_cache()
-
-
-def _limits(bench: Any, cases: Sequence[Case]) -> Any:
-    from benchmarks.link import Link
-    from benchmarks.peers import Arena
-    from benchmarks.rows import Limits
-
-    most = max(case.sent_bytes for case in cases) + 16 * bench.ranks
-    found, problem = bench.attempt(lambda: Limits(bench, Link(bench, Arena(bench, most))))
-    if found is None and bench.rank == 0:
-        print(f"without the limit: {problem}", flush=True)
-    return found
 
 
 def _measured(bench: Any, options: argparse.Namespace, case: Case, limits: Any, output: Output) -> None:

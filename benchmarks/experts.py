@@ -119,11 +119,12 @@ def run(options: argparse.Namespace, output: Output) -> int:
     import torch
 
     from benchmarks.measure import started
+    from benchmarks.rows import limits_of
 
     bench = started(options.time_budget, options.batches, on_gpus=not options.dry_run)
     what = "processors" if options.dry_run else torch.cuda.get_device_name()
     output.title = f"{bench.ranks} x {what}, torch {torch.__version__}; microseconds"
-    limits = None if options.dry_run else _limits(bench, cases_of(options, bench.ranks))
+    limits = None if options.dry_run else limits_of(bench, cases_of(options, bench.ranks))
     for case in cases_of(options, bench.ranks):
         _measured(bench, options, case, limits, output)
     output.is_whole = True
@@ -138,18 +139,6 @@ def cases_of(options: argparse.Namespace, ranks: int) -> list[Case]:
         for way, forms in ((Way.THERE, options.forms), (Way.BACK, [Form.BF16]))
         for form in forms
     ]
-
-
-def _limits(bench: Any, cases: Sequence[Case]) -> Any:
-    from benchmarks.link import Link
-    from benchmarks.peers import Arena
-    from benchmarks.rows import Limits
-
-    most = max(case.sent_bytes for case in cases) + 16 * bench.ranks
-    found, problem = bench.attempt(lambda: Limits(bench, Link(bench, Arena(bench, most))))
-    if found is None and bench.rank == 0:
-        print(f"without the limit: {problem}", flush=True)
-    return found
 
 
 def _measured(bench: Any, options: argparse.Namespace, case: Case, limits: Any, output: Output) -> None:

@@ -25,6 +25,7 @@ from benchmarks.measure import (
     ready,
     rounds_for,
 )
+from benchmarks.peers import Arena
 from benchmarks.report import Kind, Result, Row, Timing
 
 MIN_LIMIT_ROUNDS = 5
@@ -63,6 +64,15 @@ class Limits:
             for batch in batches:
                 batch.release()
         return self.known[key]
+
+
+def limits_of(bench: Bench, cases: Sequence[Batched]) -> Limits | None:
+    """Those of cases of rows; None, and rank 0 says why, where the link cannot be measured."""
+    most = max(case.sent_bytes for case in cases) + 16 * bench.ranks
+    found, problem = bench.attempt(lambda: Limits(bench, Link(bench, Arena(bench, most))))
+    if found is None and bench.rank == 0:
+        print(f"without the limit: {problem}", flush=True)
+    return found
 
 
 def _result(batch: Ready, timing: Timing) -> Result:
