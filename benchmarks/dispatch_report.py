@@ -111,15 +111,6 @@ def text_of(rows: Iterable[Row]) -> str:
         case = row.case
         start = [row.way, case.rows, case.shard, case.document, case.ranks, case.calls, case.traffic.port_bytes]
         for result in row.results:
-            timing = result.timing
-            values = (
-                timing and timing.median,
-                timing and timing.low,
-                timing and timing.high,
-                row.rate(result),
-                row.over(result, Kind.PEER),
-                row.share_of_limit(result),
-            )
-            fields = ["" if value is None else f"{value:.4g}" for value in values]
+            fields = result.fields(row.rate(result), row.over(result, Kind.PEER), row.share_of_limit(result))
             writer.writerow([*start, result.name, result.kind, *fields, result.status])
     return file.getvalue()

@@ -199,17 +199,8 @@ def text_of(rows: Iterable[Row]) -> str:
         sizes = (case.tokens, case.hidden, case.topk, case.experts, case.ranks)
         start = [case.way, *sizes, case.form, case.calls, case.sent_bytes]
         for result in row.results:
-            timing = result.timing
-            values = (
-                timing and timing.median,
-                timing and timing.low,
-                timing and timing.high,
-                row.rate(result),
-                row.over(result, NCCL),
-                row.over(result, DEEPEP),
-                row.share_of_limit(result),
-            )
-            fields = ["" if value is None else f"{value:.4g}" for value in values]
+            ratios = row.over(result, NCCL), row.over(result, DEEPEP), row.share_of_limit(result)
+            fields = result.fields(row.rate(result), *ratios)
             writer.writerow([*start, result.name, result.kind, *fields, result.status])
     return file.getvalue()
 

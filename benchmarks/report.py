@@ -107,6 +107,11 @@ class Result:
             return [""] * len(TIMES)
         return [f"{us:.5g}" for us in (self.timing.median, self.timing.low, self.timing.high)]
 
+    def fields(self, *others: float | None) -> list[str]:
+        """Its times and what else a row says of it, for a file; an empty field was not measured."""
+        times = (None,) * 3 if self.timing is None else (self.timing.median, self.timing.low, self.timing.high)
+        return ["" if value is None else f"{value:.4g}" for value in (*times, *others)]
+
     @property
     def is_wrong(self) -> bool:
         return self.status.startswith("wrong")
@@ -331,18 +336,13 @@ def rows_of(lines: Iterable[Mapping[str, str]]) -> list[Row]:
 
 
 def _record(row: Row, result: Result) -> list[object]:
-    timing = result.timing
     case = row.case
-    values = (
-        timing and timing.median,
-        timing and timing.low,
-        timing and timing.high,
+    fields = result.fields(
         row.bus(result),
         row.ratio_to_best_peer(result),
         row.ratio_to_nccl(result),
         row.fraction_of_limit(result),
     )
-    fields = ["" if value is None else f"{value:.4g}" for value in values]
     return [
         case.collective,
         case.nbytes,
