@@ -223,10 +223,10 @@ def _made(
     rows, factor = operands(operator, x, w, group_name)
     op = program(operator, rows, factor, group_name)
     if op is None:
-        return WAYS[operator](rows, factor, group_name, *scales).view(shape)
+        return _shaped(WAYS[operator](rows, factor, group_name, *scales), shape)
     made = op(rows, factor, *scales, group=group_name)
     assert isinstance(made, Tensor)
-    return made.view(shape)
+    return _shaped(made, shape)
 
 
 def _made_with_rows(
@@ -244,16 +244,16 @@ def _made_with_rows(
     op = program_with_rows(operator, rows, factor, group_name)
     if op is None:
         there = bring(rows)
-        return multiply_there(there, factor, *scales).view(shapes[0]), there.view(shapes[1])
+        return _shaped(multiply_there(there, factor, *scales), shapes[0]), _shaped(there, shapes[1])
     results = op(rows, factor, *scales, group=group_name)
     assert isinstance(results, tuple)
     made, there = results
-    return made.view(shapes[0]), there.view(shapes[1])
+    return _shaped(made, shapes[0]), _shaped(there, shapes[1])
 
 
 def _replicated_matmul(x: Tensor, w: Tensor, group_name: str) -> Tensor:
     shape = _multiplied("replicated_matmul", x, w)
-    return torch.mm(x.flatten(0, -2), w.t()).view(shape)
+    return _shaped(torch.mm(x.flatten(0, -2), w.t()), shape)
 
 
 def _scales(name: str, x: Tensor, w: Tensor, given: tuple[Tensor | None, ...]) -> list[Tensor]:
@@ -261,6 +261,9 @@ def _scales(name: str, x: Tensor, w: Tensor, given: tuple[Tensor | None, ...]) -
     check_scales(name, x, w, found)
     return found
 
+
+_shaped: Callable[[Tensor, list[Any]], Tensor] = torch.ops.aten._unsafe_view.default
+"""No view, as torch sees it: of one that a Function returns it refuses changes in place, as of a bias that is added."""
 
 _RUNS: dict[str, Callable[..., Any]] = {
     "all_gather_matmul": _all_gather_matmul,

@@ -56,7 +56,7 @@ class Direct(torch.autograd.Function):
     ) -> Any:
         """`run` makes the call; `ways`: of its gradients, and to keep what they need; `call` makes calls in them."""
         given = x, w, group_name
-        with torch._C._AutoDispatchBelowAutograd():  # what is new is nobody's view
+        with torch._C._AutoDispatchBelowAutograd():  # nothing in it has a gradient of its own
             made = run(*given)
         (ctx.back, keeps), ctx.call = ways, call
         keeps(ctx, given, made)
