@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from commdsl.program.launches import Visit  # noqa: E402
 from commdsl.program.visited import launches, visits  # noqa: E402
 from commdsl.runtime import again, fused, groups  # noqa: E402
 from commdsl.runtime.again import Again  # noqa: E402
+from commdsl.runtime.driver import play  # noqa: E402
 from commdsl.runtime.errors import BrokenGroupError  # noqa: E402
 from commdsl.runtime.products import Multiplying, Summing, multiply  # noqa: E402
 from commdsl.runtime.stream_order import MARKED_CALLS  # noqa: E402
@@ -393,20 +395,29 @@ def test_a_call_that_ends_half_way(gpu: FakeGpu, room: Room, made: list[Again]) 
             caller.call(number + 1)
         (listing,) = next(one for one in made if one._communicator.rank == rank)._known.values()
         where = len(listing.calls) // 2
-        call, listing.calls[where] = listing.calls[where], (interrupt, ())
-        with pytest.raises(KeyboardInterrupt):
+        asked, listing.calls[where] = listing.calls[where], (refuse,)
+        with pytest.raises(RuntimeError, match="of the driver"):
             caller.call(3)
-        with pytest.raises(BrokenGroupError, match="KeyboardInterrupt"):
+        with pytest.raises(BrokenGroupError, match="of the driver"):
             caller.call(4)
-        listing.calls[where] = call
+        listing.calls[where] = asked
         commdsl.reset(group)
         for number in range(3):
             caller.call(number + 5)
 
-    def interrupt() -> None:
-        raise KeyboardInterrupt
+    def refuse() -> None:
+        raise RuntimeError("an error of the driver's")
 
     run(gpu, body)
+
+
+def test_interrupted() -> None:
+    """Ctrl-C waits for the end of a list: half a call is none."""
+    made = list[int]()
+    interrupt = ctypes.CDLL(None)["raise"]
+    with pytest.raises(KeyboardInterrupt):
+        play([(made.append, 0), (interrupt, signal.SIGINT.value), (made.append, 1), (made.append, 2)])
+    assert made == [0, 1, 2]
 
 
 def test_what_a_list_had_goes_with_it(gpu: FakeGpu, room: Room, made: list[Again]) -> None:

@@ -173,10 +173,11 @@ class DeviceCommunicator(Communicator):
             self.order.enter(beside)
             try:
                 play(calls)
-            except BaseException as error:  # the other ranks wait for what it did not come to
-                self.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            except Exception as error:  # the driver's: the other ranks wait for what it did not come to
+                self.fail(error)
                 raise
-            self.order.leave(beside)
+            finally:
+                self.order.leave(beside)
 
     def device(self) -> contextlib.AbstractContextManager[Any]:
         """In it the thread's device is this GPU."""

@@ -158,7 +158,7 @@ class EngineKernel:
             pointers = (ctypes.c_void_p * 2)(ctypes.addressof(kept), ctypes.addressof(turn))
             turns.append((turn, pointers))
             where = self._function, 1, 1, 1, prepared.threads, 1, 1, 0, stream, ctypes.addressof(pointers), 0
-            return driver.launch, where
+            return driver.launch, *where
 
         opening = [flags(step, 0) for step in script[:first] if isinstance(step, Flags)]
         forks = [step for step in script[first : first + 1] if isinstance(step, _Fork)]
@@ -182,22 +182,22 @@ class EngineKernel:
         """What has no side goes on the second stream."""
         (stream, copies), record, wait = streams, driver.record, driver.wait
         if fork.sides or copies != stream:
-            yield record, (self._forked.ptr, stream)
+            yield record, self._forked.ptr, stream
         for side in fork.sides:
-            yield wait, (side.stream, self._forked.ptr, 0)
+            yield wait, side.stream, self._forked.ptr, 0
             yield from _start(driver, side.copies, bases, side.stream)
-            yield record, (side.event, side.stream)
+            yield record, side.event, side.stream
         if copies != stream:
-            yield wait, (copies, self._forked.ptr, 0)
+            yield wait, copies, self._forked.ptr, 0
         yield from _start(driver, fork.here, bases, copies)
         if copies != stream:
-            yield record, (self._copied.ptr, copies)
+            yield record, self._copied.ptr, copies
 
     def _join(self, driver: Driver, fork: _Fork, streams: tuple[int, int]) -> Iterator[Asked]:
         """The stream goes on behind all copies of a wave."""
         stream, copies = streams
         events = [side.event for side in fork.sides] + ([self._copied.ptr] if copies != stream else [])
-        yield from ((driver.wait, (stream, event, 0)) for event in events)
+        yield from ((driver.wait, stream, event, 0) for event in events)
 
     def _script(self, prepared: Prepared, tensors: Sequence[int]) -> _Script:
         """What a call on these tensors starts: it depends on the size, and on which of them are the same memory."""
@@ -224,7 +224,7 @@ def _start(driver: Driver, copies: Sequence[Copy], bases: Sequence[int], stream:
     for copy in copies:
         (to, at), (base, offset) = copy.dest, copy.source
         dest, source = bases[to] + at, bases[base] + offset
-        yield driver.copy, (dest, source, copy.num_bytes, DEVICE_TO_DEVICE, stream)
+        yield driver.copy, dest, source, copy.num_bytes, DEVICE_TO_DEVICE, stream
 
 
 def _telling(steps: _Script, word: int) -> Iterator[tuple[Flags | _Fork, int]]:
