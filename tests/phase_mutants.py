@@ -1,6 +1,7 @@
 """Turns a Plan of routed phases into mutants: a phase, wait, word, memory or role dropped or changed.
 
-Assumes a right Plan. Does not judge. Every single change there is, then two at random at once.
+Assumes a right Plan. Every single change there is, then two at random at once. Does not run any; `is_refused` says
+whether one is not even to be run.
 """
 
 from __future__ import annotations
@@ -11,14 +12,26 @@ from enum import Enum
 from itertools import combinations
 from random import Random
 
+from commdsl.checks import check_routed
+from commdsl.language.diagnostics import InternalError
 from commdsl.program.memory import Counters, Home, Memory, Rows, Words
 from commdsl.program.phases import Host, Meet, Tell
 from commdsl.program.plan import Phase, Plan, Role, memory_of
+from commdsl.program.verify import verify
 
 Phases = tuple[Phase, ...]
 
 TOGETHER = 10
 """Second changes that are tried after one first."""
+
+
+def is_refused(plan: Plan) -> bool:
+    """By what a Plan has to be, or by what is proved of it."""
+    try:
+        verify(plan)
+    except InternalError:
+        return True
+    return bool(check_routed(plan))
 
 
 def mutants(plan: Plan, random: Random, pairs: int) -> Iterator[tuple[str, Plan]]:

@@ -10,22 +10,20 @@ import numpy as np
 import pytest
 from host_dispatch import chained, launched, program
 from numpy.typing import NDArray
+from phase_mutants import is_refused
 
 from commdsl.build.arena import Bytes
 from commdsl.build.headers import include_dir
 from commdsl.build.host_ranks import DataRaceError, RowsError, Running
 from commdsl.build.host_rows import Results, RowsCall, run_calls
-from commdsl.checks import check_routed
 from commdsl.ir.plans import DispatchPlan, routing
 from commdsl.ir.routes import Mask, Sharing
-from commdsl.language.diagnostics import InternalError
 from commdsl.planner.chance import Draw, random_plan, varied
 from commdsl.program.phases import Actor, Ranks
 from commdsl.program.plan import Phase, Plan
 from commdsl.program.runs import COPY, FINISH_WORDS, SUM, ZERO, Shipment, Tiling
 from commdsl.program.tiles import RowTable, Tables, table
 from commdsl.program.timeouts import CommTimeout
-from commdsl.program.verify import verify
 
 WIDTHS = (6, 8, 20)
 """Of queries, which are bytes; of keys and values, which are summed."""
@@ -250,15 +248,6 @@ def test_a_mistake_is_refused_and_seen(what: str) -> None:
         patience = 0.5 if what in HANGS else 5.0
         with pytest.raises(seen):
             run_calls(made, calls, Running(timeout=patience, max_delay=0.002, seed=seed))
-
-
-def is_refused(plan: Plan) -> bool:
-    """By what a Plan has to be, or by what is proved of it."""
-    try:
-        verify(plan)
-    except InternalError:
-        return True
-    return bool(check_routed(plan))
 
 
 def test_no_mistake() -> None:

@@ -9,6 +9,7 @@ import brute_force_dispatch as brute
 import numpy as np
 import pytest
 from host_keys import declared, kernel
+from phase_mutants import is_refused
 
 from commdsl import compiler
 from commdsl.build.host_keys import Array, CallBack, KeysCall, back, there
@@ -361,15 +362,6 @@ def numbers(call: KeysCall) -> list[Array]:
     """One for each key."""
     dice = np.random.default_rng(6)
     return [dice.standard_normal(keys.shape).astype(np.float32) for keys in call.keys]
-
-
-def is_refused(plan: Plan) -> bool:
-    """By what a Plan has to be, or by what is proved of it."""
-    try:
-        verify(plan)
-    except InternalError:
-        return True
-    return bool(check_routed(plan))
 
 
 def test_no_mistake() -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from strategies import DrawnPlan, DrawnShard, plans, untidy
+from strategies import DrawnPlan, DrawnShard, plans
 
 from commdsl import compiler
 from commdsl.compiler import CheckedPlan
@@ -233,20 +232,6 @@ def check_there_and_back(
     for rank, rows in enumerate(returned):
         assert all(token == tokens[rank][row % len(tokens[rank])] for row, token in rows.items())
     return arrived
-
-
-@relaxed
-@given(plans().flatmap(lambda drawn: st.tuples(st.just(drawn), untidy(drawn.text))))
-def test_format(drawn: tuple[DrawnPlan, str]) -> None:
-    """Formatting keeps the meaning and the comments, and what is formatted stays as it is."""
-    plan, text = drawn
-    parsed = parse(Source("plan.comm", text))
-    assert parsed.items == parse(Source("plan.comm", plan.text)).items
-    formatted = format_file(parsed)
-    again = parse(Source("plan.comm", formatted))
-    assert again.items == parsed.items
-    assert [comment.text for comment in again.comments] == [comment.text for comment in parsed.comments]
-    assert format_file(again) == formatted
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

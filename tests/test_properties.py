@@ -13,7 +13,18 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from plans import changed
-from strategies import OPERATIONS, Place, Program, Value, all_programs, programs, rounding_programs, untidy
+from strategies import (
+    OPERATIONS,
+    DrawnPlan,
+    Place,
+    Program,
+    Value,
+    all_programs,
+    plans,
+    programs,
+    rounding_programs,
+    untidy,
+)
 from sweeps import examples
 from task_strategies import Computed, computed
 
@@ -70,6 +81,14 @@ def chunk(program: Program, inputs: Arrays, arrays: Arrays, place: Place | Value
     return arrays[name][rank][start + first : start + last]
 
 
+def assert_as_drawn(program: Program, inputs: Arrays, outputs: Arrays) -> None:
+    """Every chunk has what was worked out in drawing the program."""
+    for place, value in program.values:
+        parts = [chunk(program, inputs, inputs, value, rank) for rank in value.ranks]
+        want = reduce(OPERATIONS[value.operation or "sum"], parts)
+        assert np.array_equal(chunk(program, inputs, outputs, place, place.rank), want), place
+
+
 SPREAD_READS = """schedule drawn for P ranks where P == 3 {
   input x[3]
   output y[3]
@@ -87,11 +106,7 @@ def test_accepted_and_as_intended(drawn: tuple[Program, str]) -> None:
     """A schedule that is right is accepted, and the oracle leaves in every chunk what was worked out in drawing it."""
     program, checked = drawn[0], proved(*drawn)
     inputs = inputs_of(checked, 0)
-    outputs = interpret.run(checked.schedule, inputs, dtypes.INT32, "sum").outputs
-    for place, value in program.values:
-        parts = [chunk(program, inputs, inputs, value, rank) for rank in value.ranks]
-        want = reduce(OPERATIONS[value.operation or "sum"], parts)
-        assert np.array_equal(chunk(program, inputs, outputs, place, place.rank), want), place
+    assert_as_drawn(program, inputs, interpret.run(checked.schedule, inputs, dtypes.INT32, "sum").outputs)
 
 
 @settings(relaxed, max_examples=examples(30))
@@ -138,11 +153,7 @@ def test_counts_of_roundings(program: Program) -> None:
     inputs = {
         name: [(one % 3 - 1).astype(np.float32) for one in arrays] for name, arrays in inputs_of(checked, 0).items()
     }
-    outputs = interpret.run(checked.schedule, inputs, dtypes.FLOAT32, "sum").outputs
-    for place, value in program.values:
-        parts = [chunk(program, inputs, inputs, value, rank) for rank in value.ranks]
-        want = reduce(OPERATIONS[value.operation or "sum"], parts)
-        assert np.array_equal(chunk(program, inputs, outputs, place, place.rank), want), place
+    assert_as_drawn(program, inputs, interpret.run(checked.schedule, inputs, dtypes.FLOAT32, "sum").outputs)
 
 
 @settings(relaxed, max_examples=examples(4))
@@ -212,9 +223,20 @@ def assert_same(program: Program, want: Arrays, got: Arrays) -> None:
 @given(programs().flatmap(lambda program: st.tuples(st.just(program), untidy(program.text))))
 def test_format(drawn: tuple[Program, str]) -> None:
     """Formatting keeps the meaning and the comments, and what is formatted stays as it is."""
-    program, text = drawn
-    parsed = parse(Source("drawn.comm", text))
-    assert parsed.items == parse(Source("drawn.comm", program.text)).items
+    assert_formats(drawn[0].text, drawn[1])
+
+
+@settings(relaxed, max_examples=100)
+@given(plans().flatmap(lambda plan: st.tuples(st.just(plan), untidy(plan.text))))
+def test_format_of_plans(drawn: tuple[DrawnPlan, str]) -> None:
+    """The same of plans of documents."""
+    assert_formats(drawn[0].text, drawn[1])
+
+
+def assert_formats(text: str, carelessly: str) -> None:
+    """What is written carelessly means the same, formatted or not."""
+    parsed = parse(Source("drawn.comm", carelessly))
+    assert parsed.items == parse(Source("drawn.comm", text)).items
     formatted = format_file(parsed)
     again = parse(Source("drawn.comm", formatted))
     assert again.items == parsed.items
