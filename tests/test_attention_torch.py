@@ -15,6 +15,7 @@ from thread_ranks import in_group  # noqa: E402 - as above
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402 - as above
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402 - as above
 from torch.nn import functional  # noqa: E402 - as above
+from traced import assert_as_eager  # noqa: E402 - as above
 
 import commdsl  # noqa: E402 - as above
 from commdsl.attention import (  # noqa: E402 - as above
@@ -67,13 +68,7 @@ def test_compiled(ring: str) -> None:
         traced = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True) if rank == 0 else model
         for length, cuts in ((32, None), (64, None), (48, [0, 24, 48])):
             ends = None if cuts is None else torch.tensor(cuts)
-            mine, eager = own(length, group, ends=cuts), own(length, group, ends=cuts)
-            got, wanted = traced(*mine, ends), model(*eager, ends)
-            torch.testing.assert_close(got, wanted)
-            got.square().sum().backward()
-            wanted.square().sum().backward()
-            for one, other in zip(mine, eager, strict=True):
-                torch.testing.assert_close(one.grad, other.grad)
+            assert_as_eager(traced, model, own(length, group, ends=cuts), ends)
 
     in_group(2, rank_does)
 
@@ -118,14 +113,7 @@ def test_compiled_exchange_of_heads(ends: list[int] | None) -> None:
             return made.cos()
 
         traced = torch.compile(model, fullgraph=True, backend="aot_eager") if rank == 0 else model
-        mine, eager = own(31, group, ends=ends), own(31, group, ends=ends)
-        said = None if ends is None else torch.tensor(ends)
-        got, wanted = traced(*mine, said), model(*eager, said)
-        torch.testing.assert_close(got, wanted)
-        got.square().sum().backward()
-        wanted.square().sum().backward()
-        for one, other in zip(mine, eager, strict=True):
-            torch.testing.assert_close(one.grad, other.grad)
+        assert_as_eager(traced, model, own(31, group, ends=ends), None if ends is None else torch.tensor(ends))
 
     in_group(2, rank_does)
 

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from thread_ranks import in_group  # noqa: E402 - after the check for torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402 - as above
+from traced import assert_as_eager  # noqa: E402 - as above
 
 import commdsl  # noqa: E402 - as above
 from commdsl.overlap import (  # noqa: E402 - as above
@@ -250,13 +251,7 @@ def test_compiled(call: Any) -> None:
 
         traced = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True) if rank == 0 else model
         for rows in (6, 8, 10):
-            mine, eager = ([one[rank].clone().requires_grad_() for one in given(call, 2, rows)] for _ in range(2))
-            got, wanted = traced(*mine), model(*eager)
-            torch.testing.assert_close(got, wanted)
-            got.square().sum().backward()
-            wanted.square().sum().backward()
-            for one, other in zip(mine, eager, strict=True):
-                torch.testing.assert_close(one.grad, other.grad)
+            assert_as_eager(traced, model, [one[rank] for one in given(call, 2, rows)])
 
     in_group(2, rank_does)
 

@@ -24,6 +24,7 @@ torch = pytest.importorskip("torch")
 
 from thread_ranks import in_group  # noqa: E402 - after the check for torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402 - as above
+from traced import assert_as_eager  # noqa: E402 - as above
 
 import commdsl  # noqa: E402 - as above
 from commdsl.overlap import all_reduce_rms_norm, programs  # noqa: E402 - as above
@@ -230,13 +231,7 @@ def test_torch() -> None:
         traced = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True) if rank == 0 else model
         for rows in (2, 3, 5):
             x, residual, weight = given(2, (rows,), 8, torch.float32)
-            mine, eager = ([one.clone().requires_grad_() for one in (x[rank], residual, weight)] for _ in range(2))
-            got, wanted = traced(*mine), model(*eager)
-            torch.testing.assert_close(got, wanted)
-            got.square().sum().backward()
-            wanted.square().sum().backward()
-            for one, other in zip(mine, eager, strict=True):
-                torch.testing.assert_close(one.grad, other.grad)
+            assert_as_eager(traced, model, (x[rank], residual, weight))
 
     in_group(2, rank_does)
 

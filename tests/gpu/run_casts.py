@@ -128,12 +128,5 @@ def graphs(run: Parts) -> None:
 PARTS = {"exact": exact, "graphs": graphs}
 
 
-def main() -> None:
-    parser = runner.part_parser_of(__doc__, 0, 60.0, list(PARTS))
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    options = parser.parse_args()
-    runner.end_of_parts(Parts, options, PARTS, GRACE, on_gpu=options.device == "cuda")
-
-
 if __name__ == "__main__":
-    main()
+    runner.run_parts(Parts, PARTS, __doc__, calls=0, seconds=60.0, grace=GRACE)

@@ -475,20 +475,25 @@ def times(run: Run) -> None:
 
         def work(part: Part = part, shape: Shape = shape, rows: int = rows) -> int:
             experts, graph, _, _ = captured(run, shape, rows)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            found = []
-            for _ in range(30):
-                begin.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                found.append(1000 * begin.elapsed_time(end))
-            part.what += f": {sorted(found)[len(found) // 2]:.0f} us there, computed and back"
+            part.what += f": {replay_time(graph):.0f} us there, computed and back"
             graph.reset()
             experts.release()
             return 0
 
         run.attempt(part, work)
+
+
+def replay_time(graph: Any) -> float:
+    """The median of 30 replays, in microseconds."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    found = []
+    for _ in range(30):
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(1000 * begin.elapsed_time(end))
+    return sorted(found)[len(found) // 2]
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
@@ -504,12 +509,5 @@ PARTS = {
 }
 
 
-def main() -> None:
-    parser = runner.part_parser_of(__doc__, 300, 85.0, list(PARTS))
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    options = parser.parse_args()
-    runner.end_of_parts(Run, options, PARTS, GRACE, on_gpu=options.device == "cuda")
-
-
 if __name__ == "__main__":
-    main()
+    runner.run_parts(Run, PARTS, __doc__, calls=300, seconds=85.0, grace=GRACE)

@@ -152,12 +152,5 @@ def times(run: run_keys.Run) -> None:
 PARTS = {"exact": exact, "storm": storm, "times": times}
 
 
-def main() -> None:
-    parser = runner.part_parser_of(__doc__, 300, 85.0, list(PARTS))
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    options = parser.parse_args()
-    runner.end_of_parts(run_keys.Run, options, PARTS, run_keys.GRACE, on_gpu=options.device == "cuda")
-
-
 if __name__ == "__main__":
-    main()
+    runner.run_parts(run_keys.Run, PARTS, __doc__, calls=300, seconds=85.0, grace=run_keys.GRACE)

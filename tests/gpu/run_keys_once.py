@@ -242,28 +242,14 @@ def run_time(run: run_keys.Run, call: Any) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = call()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    found = []
-    for _ in range(30):
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(1000 * begin.elapsed_time(end))
+    found = run_keys.replay_time(graph)
     graph.reset()
     del kept
-    return sorted(found)[len(found) // 2]
+    return found
 
 
 PARTS = {"exact": exact, "by index": by_index, "storm": storm, "waves": waves, "graphs": graphs, "times": times}
 
 
-def main() -> None:
-    parser = runner.part_parser_of(__doc__, 300, 85.0, list(PARTS))
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    options = parser.parse_args()
-    runner.end_of_parts(run_keys.Run, options, PARTS, run_keys.GRACE, on_gpu=options.device == "cuda")
-
-
 if __name__ == "__main__":
-    main()
+    runner.run_parts(run_keys.Run, PARTS, __doc__, calls=300, seconds=85.0, grace=run_keys.GRACE)

@@ -273,6 +273,22 @@ def end_of_parts(
     end_of(make, work, _table, options.time_budget, grace)
 
 
+def run_parts(
+    kind: type[P],
+    parts: Mapping[str, Callable[[P], None]],
+    doc: str | None,
+    *,
+    calls: int,
+    seconds: float,
+    grace: float,
+) -> NoReturn:
+    """All of a runner that is told nothing of its own. `calls`: of the storm."""
+    parser = part_parser_of(doc, calls, seconds, list(parts))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options = parser.parse_args()
+    end_of_parts(kind, options, parts, grace, on_gpu=options.device == "cuda")
+
+
 def _table(run: Parts) -> str:
     lines = []
     for part in run.parts:
