@@ -169,9 +169,9 @@ def test_what_is_kept_of_a_call(gpu: FakeGpu) -> None:
         made: list[tuple[Any, ...]] = []
         original = rank.comm.prepare
 
-        def prepare(*given: Any, row_bytes: int) -> Any:
+        def prepare(*given: Any) -> Any:
             made.append(given)
-            return original(*given, row_bytes=row_bytes)
+            return original(*given)
 
         rank.comm.prepare = prepare
         for _ in range(3):

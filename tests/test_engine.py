@@ -308,7 +308,7 @@ def test_the_end_of_a_call_is_told(gpu: FakeGpu, name: str) -> None:
     def body(rank: Rank) -> None:
         found, x = groups.of(rank.name, torch.device("cpu")), torch.from_numpy(inputs[rank.rank].copy())
         start, out = (
-            found.prepare(rank.op.program(RANKS), block, "uint8", "sum"),
+            found.prepare(rank.op.program(RANKS), block, "uint8", "sum", None, "", 0),
             torch.empty_like(rank.op(x, group=rank.name)),
         )
         word = torch.zeros(1, dtype=torch.int64)

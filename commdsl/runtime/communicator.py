@@ -19,8 +19,9 @@ from commdsl.build.emit import Emitted
 from commdsl.machine.config import DEFAULT_TIMEOUT, Config
 from commdsl.program.desk import desk_bytes, differing
 from commdsl.program.memory import Transport
+from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
-from commdsl.program.sizes import Blocks
+from commdsl.program.sizes import Blocks, Launch
 from commdsl.program.timeouts import CommTimeout
 from commdsl.runtime.bootstrap import Bootstrap, Exchange, World, exchange, life
 from commdsl.runtime.compared import Compared, user_line
@@ -33,7 +34,6 @@ from commdsl.runtime.kernel import Kernel, Prepared, Residence
 from commdsl.runtime.landing import Region, Regions
 from commdsl.runtime.lent import Lent
 from commdsl.runtime.meeting import Meeting
-from commdsl.runtime.memory_summary import Held
 from commdsl.runtime.program import Program
 from commdsl.runtime.setups import Setup, disagreement, of_plan
 from commdsl.runtime.stream_order import StreamOrder
@@ -177,12 +177,6 @@ class Communicator(Meeting, ABC):
             raise disagreement(self.name, self.rank, everyone, texts)
         return f"setup/{number}"
 
-    def held(self) -> tuple[Held, ...]:
-        """What this rank gives of symmetric memory."""
-        known = [(one.plan.name, one.heap.reserved_bytes) for one in tuple(self.workspaces.values())]
-        known = [("desk", self.desk.reserved_bytes), *known, *(("landing", size) for size in self.regions.sizes)]
-        return tuple(Held(self.name, self.kind, name, nbytes) for name, nbytes in known)
-
     def disown(self) -> None:
         """In a child that was forked."""
         self._is_disowned = True
@@ -199,6 +193,18 @@ class Communicator(Meeting, ABC):
                 f"group `{self.name}` cannot be used after `{type(self.broken).__name__}`: every rank has to call "
                 f"commdsl.reset() first ({self.broken})"
             )
+
+    def prepare(
+        self, program: Program, blocks: Blocks, dtype: str, op: str, seconds: float | None, about: str, row_bytes: int
+    ) -> Start:
+        """What starts calls of a Program on such blocks, and rows where it makes rows; a wait may take so many seconds,
+        or the group's. The first is collective. `about`: what else ranks agree on, in words.
+        """
+        workspace = self.workspace(program.plan, program.emitted, program.emitted.identity, seconds=seconds)
+        kernel = self.kernel(program, workspace, dtype, op)
+        launch = self.launch(program.plan.moves, blocks, row_bytes)
+        prepared = workspace.prepare(program.emitted, launch, dtype, op, seconds, about)
+        return self.starter(workspace, kernel, prepared)
 
     def _rendezvous(
         self, mine: Setup, plan: Plan, room: int, explain: Explain | None, seconds: float | None
@@ -374,18 +380,12 @@ class Communicator(Meeting, ABC):
         """What starts calls of a kernel, one after another in call order."""
 
     @abstractmethod
-    def prepare(
-        self,
-        program: Program,
-        blocks: Blocks,
-        dtype: str,
-        op: str,
-        seconds: float | None = None,
-        about: str = "",
-        row_bytes: int = 0,
-    ) -> Start:
-        """What starts calls of a Program on such blocks, and rows where it makes rows; a wait may take so many seconds,
-        or the group's. The first is collective. `about`: what else ranks agree on, in words."""
+    def kernel(self, program: Program, workspace: Workspace, dtype: str, op: str) -> Kernel:
+        """A Program's, built for such elements: loaded once for each workspace."""
+
+    @abstractmethod
+    def launch(self, moves: Moves, blocks: Blocks, row_bytes: int) -> Launch:
+        """How calls on such blocks run, of whole rows where they are of so many bytes."""
 
     @abstractmethod
     def streams(self) -> Streams:

@@ -20,7 +20,7 @@ from commdsl.build.emit import Emitted, defines
 from commdsl.machine.config import Config
 from commdsl.program.desk import desk_bytes, notice_bytes
 from commdsl.program.memory import Transport
-from commdsl.program.moves import Protocol
+from commdsl.program.moves import Moves, Protocol
 from commdsl.program.sizes import Blocks, Launch, device_launch
 from commdsl.runtime.binding import Gpu
 from commdsl.runtime.bootstrap import Bootstrap, Exchange, World
@@ -81,23 +81,10 @@ class DeviceCommunicator(Communicator):
     def _arena(self) -> Arena:
         return arena_of(self.world.bootstrap, self.index, self.config, self.timeout)
 
-    def prepare(
-        self,
-        program: Program,
-        blocks: Blocks,
-        dtype: str,
-        op: str,
-        seconds: float | None = None,
-        about: str = "",
-        row_bytes: int = 0,
-    ) -> DeviceStart:
-        workspace = self.workspace(program.plan, program.emitted, program.emitted.identity, seconds=seconds)
-        kernel = self._kernel(program, workspace, dtype, op)
-        launch = device_launch(program.plan.moves, blocks, row_bytes)
-        prepared = workspace.prepare(program.emitted, launch, dtype, op, seconds, about)
-        return self.starter(workspace, kernel, prepared)
+    def launch(self, moves: Moves, blocks: Blocks, row_bytes: int) -> Launch:
+        return device_launch(moves, blocks, row_bytes)
 
-    def _kernel(self, program: Program, workspace: Workspace, dtype: str, op: str) -> Kernel:
+    def kernel(self, program: Program, workspace: Workspace, dtype: str, op: str) -> Kernel:
         macros = defines(program.plan, dtype, op, self.rank)
         found = workspace.kernels.get(macros)
         if found is not None:

@@ -15,6 +15,7 @@ from commdsl.build.emit import Emitted, defines
 from commdsl.build.host import build
 from commdsl.machine.config import Config
 from commdsl.program.desk import desk_bytes
+from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import HOST_MAX_LANES, Blocks, Launch, host_launch, touched
 from commdsl.runtime.bootstrap import Board, Bootstrap, Exchange, World
@@ -60,25 +61,16 @@ class HostCommunicator(Communicator):
             return SharedHeap(extent, self.rank, tell)
         return ThreadHeap(extent, self.rank, tell, self._board)
 
-    def prepare(
-        self,
-        program: Program,
-        blocks: Blocks,
-        dtype: str,
-        op: str,
-        seconds: float | None = None,
-        about: str = "",
-        row_bytes: int = 0,
-    ) -> HostStart:
-        workspace = self.workspace(program.plan, program.emitted, program.emitted.identity, seconds=seconds)
+    def kernel(self, program: Program, workspace: Workspace, dtype: str, op: str) -> Kernel:
         macros = defines(program.plan, dtype, op)
-        kernel = workspace.kernels.get(macros)
-        if kernel is None:
+        found = workspace.kernels.get(macros)
+        if found is None:
             residence = residence_of(program.plan, program.emitted.name)
-            kernel = workspace.kernels[macros] = self.load_kernel(program.emitted, macros, residence)
-        launch = host_launch(program.plan.moves, blocks, row_bytes)
-        prepared = workspace.prepare(program.emitted, launch, dtype, op, seconds, about)
-        return self.starter(workspace, kernel, prepared)
+            found = workspace.kernels[macros] = self.load_kernel(program.emitted, macros, residence)
+        return found
+
+    def launch(self, moves: Moves, blocks: Blocks, row_bytes: int) -> Launch:
+        return host_launch(moves, blocks, row_bytes)
 
     def load_kernel(self, emitted: Emitted, macros: tuple[str, ...], residence: Residence) -> Kernel:
         return HostKernel(build(emitted, macros, self.config))

@@ -23,7 +23,7 @@ from commdsl.machine.resources import SUFFIX
 from commdsl.program.memory import Transport
 from commdsl.runtime import far, given, groups
 from commdsl.runtime.errors import GroupError
-from commdsl.runtime.memory_summary import MemorySummary
+from commdsl.runtime.memory_summary import MemorySummary, held
 from commdsl.runtime.op import Op
 from commdsl.runtime.program import Definition, digest_of, program
 from commdsl.runtime.registry import register
@@ -141,7 +141,7 @@ def release(group: Any = None) -> None:
 def memory_summary() -> MemorySummary:
     """The symmetric memory that this process has, by group and op."""
     groups.sweep()
-    return MemorySummary(tuple(held for comm in groups.every() for held in comm.held()))
+    return MemorySummary(tuple(one for comm in groups.every() for one in held(comm)))
 
 
 def shutdown() -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from commdsl.runtime.communicator import Communicator
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -16,6 +18,13 @@ class Held:
     device: str  # cpu or cuda
     op: str  # `desk`: what ranks of a group tell each other in every call; `landing`: where what visits is put
     nbytes: int  # that this rank gives, as it is reserved
+
+
+def held(comm: Communicator) -> tuple[Held, ...]:
+    """What this rank gives to a group."""
+    known = [(one.plan.name, one.heap.reserved_bytes) for one in tuple(comm.workspaces.values())]
+    known = [("desk", comm.desk.reserved_bytes), *known, *(("landing", size) for size in comm.regions.sizes)]
+    return tuple(Held(comm.name, comm.kind, name, nbytes) for name, nbytes in known)
 
 
 @dataclass(frozen=True, slots=True)

@@ -362,7 +362,7 @@ def prepared(
         block_bytes = tensors.block_elements(signature, port, inputs) * dtype.itemsize
         element = tensors.element_name(dtype)
         starts[made] = tuple(
-            communicator.prepare(_with_flags(programs[made[0]], turn), block_bytes, element, op, seconds, about)
+            communicator.prepare(_with_flags(programs[made[0]], turn), block_bytes, element, op, seconds, about, 0)
             for turn in range(1 + max(turn for launch, turn in of if _made(launch) == made))
         )
     return starts
