@@ -98,7 +98,7 @@ class Batch:
     def plan(self, name: str) -> DispatchPlan:
         if name == "balanced":
             topology, goal = switch(self.ranks), documents.Goal(shortest=SHORTEST)
-            return documents.balanced(self.home, topology, goal, packing.Terms(name), lambda round_of_work: None)
+            return documents.balanced(self.home, topology, goal, packing.Terms(name))
         cuts = packing.whole(self.home)
         if name == "own rank":
             cuts = packing.Cuts(cuts.part, cuts.low, cuts.high, self.owners[self.home.document])

@@ -77,7 +77,7 @@ def measure(lengths: Lengths, machine: Topology, goal: Goal, *, read_back: bool)
         return found
 
     home = timed("lay out", lambda: pack(lengths, machine, goal.shortest))
-    plan = timed("balance", lambda: balanced(home, machine, goal, Terms("made"), lambda label: None))
+    plan = timed("balance", lambda: balanced(home, machine, goal, Terms("made")))
     timed("prove", lambda: prove(plan))
     before, after = timed("report", lambda: tuple(balance(one, machine, Widths()) for one in (at_home(plan), plan)))
     text = timed("write", lambda: comm_text(plan))

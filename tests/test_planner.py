@@ -40,7 +40,7 @@ def heavy(count: int, seed: int = 0, most: int = 1 << 17) -> np.ndarray:
 
 
 def make(home: Packing, topology: Topology, goal: Goal | None = None, terms: Terms | None = None) -> DispatchPlan:
-    found = balanced(home, topology, goal or Goal(), terms or Terms("made"), lambda label: None)
+    found = balanced(home, topology, goal or Goal(), terms or Terms("made"))
     prove(found)
     return found
 

@@ -94,4 +94,4 @@ def _planned(lengths: Lengths, mask: Mask, sharing: Sharing, kind: str, nodes: t
     shared = sharing is Sharing.RANK
     terms = packing.Terms("balanced", mask, QUERY_ROOM * rows, KEY_ROOM * rows if shared else None, sharing)
     machine = of_device(kind, nodes)
-    return documents.balanced(home, machine.topology, documents.Goal(), terms, lambda round_of_work: None)
+    return documents.balanced(home, machine.topology, documents.Goal(), terms)

@@ -60,7 +60,9 @@ class Goal:
     relay: bool = False  # ranks without a link may send to each other, along the shortest way
 
 
-def balanced(home: Packing, topology: Topology, goal: Goal, terms: Terms, watch: Callable[[str], None]) -> DispatchPlan:
+def balanced(
+    home: Packing, topology: Topology, goal: Goal, terms: Terms, watch: Callable[[str], None] = lambda _: None
+) -> DispatchPlan:
     """A plan by which no rank does more than the mean times (1 + tolerance), as far as links and capacities allow.
 
     `watch` is told before each round of flows. Raises ValueError if the topology has another number of ranks, or if
