@@ -22,18 +22,19 @@ import torch
 
 from benchmarks import record
 from benchmarks.cases import parse_size
+from benchmarks.documents import DIM, HEADS, KEY_HEADS, MEDIAN, SHORTEST, SIGMA
 from benchmarks.report import grid
 from commdsl.dispatch.planning import Lengths, new_route
 from commdsl.dispatch.route import Form, Route, Way
 from commdsl.ir.routes import Mask, Sharing
 
-MEDIAN, SIGMA, SHORTEST = 4096, 1.5, 128
-"""Of log-normal lengths, of 64K tokens a rank: of fewer they are as much shorter."""
+WHOLE = 64 << 10
+"""Tokens of a rank for which lengths are as documents.py draws them: of fewer they are as much shorter."""
 
-WIDTHS = (8192, 2048, 2048)
-"""Bytes of a row: 32 heads of queries and 8 of keys, of 128, in 16 bits."""
+WIDTHS = tuple(2 * heads * DIM for heads in (HEADS, KEY_HEADS, KEY_HEADS))
+"""Bytes of a row, in 16 bits."""
 
-TILE_BYTES = 8192
+TILE_BYTES = 8192  # as the Plan of the shipped `qkv` has it
 UNTIMED = 20
 MOST_MS = 3.0
 COLUMNS = ("ranks", "tokens", "plan_ms", "tables_ms", "all_ms", "p90_ms")
@@ -64,7 +65,7 @@ class NoLimits:
 def batches(ranks: int, tokens: int, seed: int) -> Iterator[Lengths]:
     """Documents of each rank, the last of which is cut where its tokens end."""
     dice = np.random.default_rng(seed)
-    middle = np.log(MEDIAN * min(tokens, 64 << 10) / (64 << 10))
+    middle = np.log(MEDIAN * min(tokens, WHOLE) / WHOLE)
     while True:
         every = []
         for _ in range(ranks):
