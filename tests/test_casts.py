@@ -63,6 +63,16 @@ HOPS = """schedule hops for P ranks where P >= 2 {
 """
 """Sums that are rounded at every hop."""
 
+OWN = """schedule own for P ranks where P >= 2 {
+  inout x[P blocks]
+  ensure allgather(x) rounded(CAST, 1)
+
+  each r { copy x[r] -> x[r] as CAST }
+  each r, q where q != r { put x[r] -> x[r] @ q }
+}
+"""
+"""What is rounded where it lies, so that all have the same bits."""
+
 CASTS = [Cast("float8", 16), Cast("float8", 128), Cast("float8", 512), Cast("bfloat16"), Cast("float16")]
 
 
@@ -175,8 +185,9 @@ def test_error_of_gaussians() -> None:
         (SHIPPED["allgather_float8"], "float16", None),
         (RING, "float32", CASTS[3]),
         (HOPS, "bfloat16", CASTS[0]),
+        (OWN, "float32", CASTS[1]),
     ],
-    ids=["allreduce", "allgather", "ring", "hops"],
+    ids=["allreduce", "allgather", "ring", "hops", "own"],
 )
 def test_run(text: str, dtype: str, cast: Cast | None) -> None:
     """Host ranks leave what the oracle does, bit for bit, in any length, in tiles of any number."""

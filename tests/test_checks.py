@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import ir_builder as build
 import numpy as np
 import pytest
 
+from commdsl import compiler
 from commdsl.checks import check_schedule
 from commdsl.checks.roles import unused_roles
 from commdsl.ir.schedules import AnyStep, Buffer, CycleSet, RoleSet, Schedule, Statement, Yield
-from commdsl.language.diagnostics import Diagnostic
+from commdsl.language.diagnostics import CommError, Diagnostic
 from commdsl.language.kinds import BufferKind, LinkScope, MoveKind
 from commdsl.language.parser import parse
 from commdsl.language.source import Source
@@ -241,6 +243,28 @@ def test_useless_statements() -> None:
     idle = only(made(build.step(RIGHT), *(build.step(move) for move in again)))
     assert idle.code == "C311"
     assert idle.primary.span == build.span(7)
+
+
+AGREE = """schedule agree for P ranks where P >= 2 {
+  input x
+  output y
+  ensure allreduce(x -> y)
+  each r { copy x -> y }
+  for s in 1 ..< P { each r { reduce x @ (r + s) % P -> y } }
+  each r { get y @ 0 -> y }
+}
+"""
+"""Each rank adds up in an order of its own; then all take what rank 0 has."""
+
+
+def test_sums_in_another_order_are_other_data() -> None:
+    """Ranks may take the sum of one in place of their own; of two, whose order gives the same bits, it is idle."""
+    files = compiler.read_text(AGREE, "agree.comm", Path())
+    checked = compiler.check(files, ranks=3)
+    assert isinstance(checked, compiler.CheckedSchedule)
+    assert checked.report.same_bits
+    with pytest.raises(CommError, match="C311"):
+        compiler.check(files, ranks=2)
 
 
 def test_repeated_promises() -> None:

@@ -166,7 +166,7 @@ def _first_doubling(located: Located, contribution: int) -> Label | None:
     """Where the first chunk comes about that holds one contribution twice; follows that contribution alone."""
     single = Contents(np.zeros((located.size, 1), dtype=np.uint64), np.zeros(located.size, dtype=np.int64))
     single.totals[contribution] = 1
-    for _, step, _ in forward(located, single):
+    for step in forward(located, single):
         if isinstance(step, LocatedStep):
             for moves in step.moves:
                 rows = np.flatnonzero(single.totals[moves.dest] > 1)

@@ -80,26 +80,24 @@ def combine(contents: Contents, sources: Locations) -> Contents:
     return new
 
 
-def forward(located: Located, contents: Contents) -> Iterator[tuple[int, LocatedStep | LocatedTask, list[bool]]]:
-    """Runs the schedule on `contents` in place; after each step says which statements changed nothing. A task is shown
-    what it reads, before it writes.
-    """
-    for index, step in enumerate(located.steps):
+def forward(located: Located, contents: Contents) -> Iterator[LocatedStep | LocatedTask]:
+    """Runs the schedule on `contents` in place; every step, when it has run."""
+    for step in located.steps:
         if isinstance(step, LocatedTask):
-            yield index, step, []
             contents.put(step.writes.ravel(), contents.at(step.origins.ravel()))
-            continue
-        idle: list[bool] = []
-        results: list[tuple[LocatedMoves, Contents]] = []
-        for moves in step.moves:
-            new, old = combine(contents, moves.contributing), contents.at(moves.dest)
-            if moves.moves.accumulate:
-                new = Contents(new.sums + old.sums, np.minimum(new.totals + old.totals, MANY))
-            idle.append(np.array_equal(new.totals, old.totals) and np.array_equal(new.sums, old.sums))
-            results.append((moves, new))
-        for moves, new in results:
-            contents.put(moves.dest, new)
-        yield index, step, idle
+        else:
+            made = [(moves, _written(moves, contents)) for moves in step.moves]
+            for moves, new in made:
+                contents.put(moves.dest, new)
+        yield step
+
+
+def _written(moves: LocatedMoves, contents: Contents) -> Contents:
+    new = combine(contents, moves.contributing)
+    if not moves.moves.accumulate:
+        return new
+    old = contents.at(moves.dest)
+    return Contents(new.sums + old.sums, np.minimum(new.totals + old.totals, MANY))
 
 
 def recount(located: Located, location: int) -> NDArray[np.int64]:

@@ -1,19 +1,22 @@
-"""Tells whether ranks that want the same reduction get the same bits.
+"""Tells whether ranks that want the same reduction get the same bits, and which statements leave bits as they are.
 
-Assumes a schedule that the laws accept. Every location carries a hash of the expression that made it: a chunk, the
-combination of two (either order gives the same bits), or of a list in its order, rounded once. Equal hashes mean
-equal expressions, hence equal bits; different ones may still happen to agree for some data. Does not report faults:
-different bits are legal.
+Assumes indices in bounds, no overlapping writes, no undefined reads. Every location carries a hash of the expression
+that made it: a chunk, the combination of two (either order gives the same bits), or of a list in its order, rounded
+once. Equal hashes mean equal expressions, hence equal bits; different ones may still happen to agree for some data.
+Does not report faults: different bits are legal.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.casts import Mask, left, rounded
 from commdsl.checks.contributions import mix
-from commdsl.checks.locations import Located, LocatedMoves, LocatedTask
+from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedTask
+from commdsl.checks.operations import HOW
 
 Hashes = NDArray[np.uint64]
 
@@ -24,18 +27,46 @@ UNROUNDED = np.uint64(0x5851F42D4C957F2D)
 CAST = np.uint64(0x2545F4914F6CDD1D)
 """Sets what was rounded to another element type on its way apart from what was not."""
 
+PRODUCT = np.uint64(0x9E6C63D0876A9A75)
+"""Sets rows that were multiplied apart from those that were not."""
+
+NORMED = np.uint64(0xD1342543DE82EF95)
+"""Sets what a row-wise function made apart from what it was made of."""
+
 
 def expressions(located: Located) -> Hashes:
     """A hash of the expression that every location holds at the end."""
-    hashes, is_cast = mix(np.arange(located.size, dtype=np.uint64)), np.zeros(located.size, np.bool_)
+    hashes = _initial(located)
+    for _ in _run(located, hashes):
+        pass
+    return hashes[: located.nowhere + 1]
+
+
+def idle_statements(located: Located) -> Iterator[tuple[LocatedStep, LocatedMoves]]:
+    """Those that leave in every destination the bits that are there."""
+    hashes = _initial(located)
+    for step, made in _run(located, hashes):
+        for moves, new in zip(step.moves, made, strict=True):
+            if np.array_equal(new, hashes[moves.dest]):
+                yield step, moves
+
+
+def _initial(located: Located) -> Hashes:
+    return mix(np.arange(located.size, dtype=np.uint64))
+
+
+def _run(located: Located, hashes: Hashes) -> Iterator[tuple[LocatedStep, list[Hashes]]]:
+    """Runs the schedule on `hashes` in place. Of every step what its statements write, before they do."""
+    is_cast = np.zeros(located.size, np.bool_)
     for step in located.steps:
         if isinstance(step, LocatedTask):
             hashes[step.writes], is_cast[step.writes] = hashes[step.origins], False
             continue
-        results = [(m.dest, _expression(located, m, hashes, is_cast), left(m, is_cast)) for m in step.moves]
-        for dest, result, cast in results:
-            hashes[dest], is_cast[dest] = result, cast
-    return hashes[: located.nowhere + 1]
+        made = [_expression(located, moves, hashes, is_cast) for moves in step.moves]
+        yield step, made
+        cast = [left(moves, is_cast) for moves in step.moves]
+        for moves, new, of_cast in zip(step.moves, made, cast, strict=True):
+            hashes[moves.dest], is_cast[moves.dest] = new, of_cast
 
 
 def same_bits(located: Located) -> bool:
@@ -53,26 +84,37 @@ def same_bits(located: Located) -> bool:
     return True
 
 
-def _pair(left: Hashes, right: Hashes) -> Hashes:
+def _pair(left: Hashes, right: Hashes, how: np.uint64) -> Hashes:
     """Commutative, not associative."""
-    return mix(left + right)
+    return mix(left + right + how)
 
 
 def _expression(located: Located, moves: LocatedMoves, hashes: Hashes, is_cast: Mask) -> Hashes:
     rounds = None if moves.moves.cast is None else rounded(moves, is_cast)
+    how = np.uint64(HOW.index(moves.moves.operation or ""))
 
     def taken(column: int) -> Hashes:
         found = hashes[moves.sources[:, column]]
         return found if rounds is None else np.where(rounds[:, column], mix(found ^ CAST), found)
 
-    made = taken(0)
+    made = _computed(moves, taken(0), hashes)
     if moves.moves.accumulate:
-        return _pair(hashes[moves.dest], made)
+        return _pair(hashes[moves.dest], made, how)
     absent = moves.sources == located.nowhere
     terms = (~absent[:, 0]).astype(np.int64)
     for column in range(1, moves.sources.shape[1]):
         term = taken(column)
-        more = np.where(terms == 0, term, np.where(terms == 1, _pair(made, term), _pair(mix(made ^ UNROUNDED), term)))
+        stored = np.where(terms == 1, made, mix(made ^ UNROUNDED))
+        more = np.where(terms == 0, term, _pair(stored, term, how))
         made = np.where(absent[:, column], made, more)
         terms += ~absent[:, column]
     return made
+
+
+def _computed(moves: LocatedMoves, rows: Hashes, hashes: Hashes) -> Hashes:
+    """What a product or a row-wise function makes of rows; what the caller gives to the function is not looked at."""
+    if moves.factors is not None:
+        return mix(mix(rows ^ PRODUCT) + hashes[moves.factors])
+    if moves.moves.applied is not None:
+        return mix(rows ^ NORMED ^ np.uint64(moves.moves.applied.result))
+    return rows

@@ -29,7 +29,7 @@ HOW = (None, "", *NAMED_OPS)
 def mixed_operations(located: Located) -> Iterator[Diagnostic]:
     """C326, one message for each statement."""
     told = set[tuple[str, int, int]]()
-    for step, moves, others, _ in _combining(located, _nothing(located)):
+    for step, moves, others in _combining(located, _nothing(located)):
         wrong = (others > 0) & (others != HOW.index(moves.moves.operation or ""))
         key = statement_key(moves.moves.span)
         if wrong.any() and key not in told:
@@ -57,12 +57,6 @@ def other_operations(located: Located) -> Iterator[Diagnostic]:
             yield _other(located, contract, int(dests[wrong[0]]), HOW[found[wrong[0]]])
 
 
-def recombined(located: Located) -> frozenset[int]:
-    """By id the statements that leave a chunk combined by another operation than it was."""
-    held = _nothing(located)
-    return frozenset(id(moves) for _, moves, _, made in _combining(located, held) if (made != held[moves.dest]).any())
-
-
 def _promised(located: Located, contract: Contract) -> tuple[Locations, str | None]:
     """Which chunks a contract says how to combine, and how: a rotation those that bring sums back."""
     if contract.rotation is None:
@@ -75,12 +69,8 @@ def _nothing(located: Located) -> Operations:
     return np.zeros(located.size, np.int8)
 
 
-def _combining(
-    located: Located, held: Operations
-) -> Iterator[tuple[LocatedStep, LocatedMoves, Operations, Operations]]:
-    """Every statement, with what has combined the operands that it combines, (n, k), and then what it leaves, (n,);
-    runs the schedule on `held`, where each statement still sees what was there before its step.
-    """
+def _combining(located: Located, held: Operations) -> Iterator[tuple[LocatedStep, LocatedMoves, Operations]]:
+    """Every statement that reduces, with what has combined its operands, (n, k); runs the schedule on `held`."""
     if not located.schedule.names_operations and all(
         one.operation in (None, "sum") for one in located.schedule.contracts
     ):
@@ -91,14 +81,14 @@ def _combining(
             continue
         results: list[tuple[Locations, Operations]] = []
         for moves in step.moves:
-            operands = np.column_stack((moves.dest, moves.sources)) if moves.moves.accumulate else moves.sources
-            several = (operands != located.nowhere).sum(axis=1) > 1  # what combines one alone is it
-            how, others = np.int8(HOW.index(moves.moves.operation or "")), held[operands]
-            made = np.where(several, how, others.max(axis=1))
             if moves.moves.kind is not MoveKind.REDUCE and not moves.moves.accumulate:
-                others, made = others[:, :0], held[moves.sources[:, 0]]
-            yield step, moves, others, made
-            results.append((moves.dest, made))
+                results.append((moves.dest, held[moves.sources[:, 0]]))
+                continue
+            operands = np.column_stack((moves.dest, moves.sources)) if moves.moves.accumulate else moves.sources
+            yield step, moves, held[operands]
+            several = (operands != located.nowhere).sum(axis=1) > 1  # what combines one alone is it
+            how = np.int8(HOW.index(moves.moves.operation or ""))
+            results.append((moves.dest, np.where(several, how, held[operands].max(axis=1))))
         for dest, made in results:
             held[dest] = made
 

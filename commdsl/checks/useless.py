@@ -14,9 +14,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.checks.contributions import forward, initial
+from commdsl.checks.determinism import idle_statements
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedTask, Locations, statement_key
-from commdsl.checks.operations import recombined
 from commdsl.ir.held import handed
 from commdsl.ir.schedules import Task
 from commdsl.ir.words import bindings_text
@@ -49,13 +48,10 @@ def useless_statements(located: Located) -> Iterator[Diagnostic]:
             yield _unused(located, step, moves, span)
     if told:
         return  # a doubled statement leaves one of the two unused, the other idle: one mistake
-    other = recombined(located)  # the same contributions, but not the same data
-    for _, at, idle in forward(located, initial(located)):
-        if isinstance(at, LocatedStep):
-            for moves, is_idle in zip(at.moves, idle, strict=True):
-                if is_idle and id(moves) not in other and statement_key(moves.moves.span) not in told:
-                    told.add(statement_key(moves.moves.span))
-                    yield _idle(located, at, moves)
+    for step, moves in idle_statements(located):
+        if statement_key(moves.moves.span) not in told:
+            told.add(statement_key(moves.moves.span))
+            yield _idle(located, step, moves)
 
 
 def used_rows(located: Located) -> Iterator[Used]:
