@@ -10,7 +10,7 @@ SOURCE = {  # the text that was proved, and what it uses
     'matmul_alltoall.comm': """\
 # Matmul, then all-to-all: every rank has all weights for some rows, and gets some columns of all rows, as heads of a whole sequence are.
 # The columns of others leave as soon as they are there, in C pieces of the rows; its own come last. P - 1 hops, (P - 1) n bytes per port,
-# all of it beside the products but for the last piece's.
+# all of it beside the products; what came is copied to the result behind them, as that takes the SMs that products need.
 schedule matmul_alltoall(C = 1) for P ranks where P >= 2 and C >= 1 {
   input x[C blocks]                            # this rank's rows, in C pieces
   input w[P blocks]                            # all weights, a block for the columns of each rank

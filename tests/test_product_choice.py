@@ -173,6 +173,18 @@ def test_timeline(operator: str, pieces: int) -> None:
     assert sum(event.is_product for event in events) == 4 * pieces
 
 
+def test_what_arrives_is_copied_behind_products() -> None:
+    """On paper, on two ranks of a processor: 40 MFLOP at 20 GFLOP/s are two products of 1 ms. The 0.8 MB that travel at
+    4 GB/s, 30 us and 0.2 ms, are there long before the second ends; but SMs copy them to the result, which products
+    need until then: 1.6 MB read and written, at 5 GB/s 0.32 ms that nothing hides.
+    """
+    *_, own, copied = auto.timeline(Product("matmul_all_to_all", 4000, 50, 100, 2, itemsize=4), "cpu", 1)
+
+    assert own.is_product
+    assert own.end == pytest.approx(2e-3)
+    assert (copied.begin, copied.end) == pytest.approx((2e-3, 2.32e-3))
+
+
 def test_float8() -> None:
     """Its products take half the time, and where rows travel that takes half, too; no table of 16 bits speaks of it."""
     wide = Product("all_gather_matmul", 8192, 8192, 3584, 2)

@@ -3,7 +3,8 @@
 Assumes a schedule without tasks whose indices are checked, or of which nobody asks more than an estimate. Two clocks
 run: launches go one after the other on one, visits on the other, and each waits for what it reads and for whoever
 still reads the copy that it overwrites, as a Plan of launches has it. A step takes the longest latency of a link that
-it uses, and the time of the busiest link, port or rank. Does not measure anything, and does not know tiles.
+it uses, and the time of the busiest link, port or rank; what ranks copy at home counts where nothing crosses. Does not
+measure anything, and does not know tiles.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ Floats = NDArray[np.float64]
 @dataclass(frozen=True, slots=True)
 class Carrier:
     """What moves the bytes: a rank sends, and apart receives, at most `rate` bytes a second, whatever its links give.
-    Seconds that a step takes more than its bytes, and that each further copy of a rank adds.
+    Seconds that a step takes more than its bytes, and that each further copy of a rank adds. `memory`: bytes a second
+    that a rank reads and writes where it copies at home.
     """
 
     rate: float = np.inf
     latency: float = 0.0
     per_copy: float = 0.0
+    memory: float = np.inf
 
 
 Carriers: TypeAlias = tuple[Carrier, Carrier]
@@ -58,15 +61,22 @@ class Load:
 
 @dataclass(frozen=True, eq=False)
 class Launched:
-    """The steps of one segment, and the buffers that live on around it."""
+    """The steps of one segment, and the buffers that live on around it. `at_home`: where nothing crosses, the most
+    bytes that a rank copies. `is_alone`: it is such a one behind the last visit, and waits for that, as a Plan has it:
+    SMs copy, and what computes has them.
+    """
 
     loads: tuple[Load, ...]
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     combines: bool  # whether it adds, and does not only move
+    at_home: float = 0.0
+    is_alone: bool = False
 
     def time(self, carriers: Carriers) -> float:
-        return sum(load.time(carriers[self.combines]) for load in self.loads)
+        carrier = carriers[self.combines]
+        crossing = sum(load.time(carrier) for load in self.loads)
+        return crossing + 2 * self.at_home / carrier.memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +113,10 @@ def phases(schedule: Schedule, chunk_bytes: Mapping[str, float]) -> tuple[Launch
     sizes = known_sizes(schedule, chunk_bytes)
     made: dict[tuple[object, ...], tuple[Load, ...]] = {}
     found: list[Launched | Visited] = []
+    left = sum(isinstance(step, Yield) for step in schedule.steps)
     for part in parts(schedule):
         if isinstance(part, Yield):
+            left -= 1
             found.append(Visited(tuple(names[b] for b in part.reads), tuple(names[b] for b in part.writes)))
             continue
         key = (part.content, tuple(sizes[buffer.name] for buffer in part.schedule.buffers))
@@ -113,7 +125,8 @@ def phases(schedule: Schedule, chunk_bytes: Mapping[str, float]) -> tuple[Launch
         reads = part.names(BufferKind.INPUT, BufferKind.INOUT)
         writes = part.names(BufferKind.OUTPUT, BufferKind.INOUT)
         combines = any(moves.kind is MoveKind.REDUCE for moves in joining(part.schedule))
-        found.append(Launched(made[key], reads, writes, combines))
+        at_home = 0.0 if made[key] else _at_home(part, sizes)
+        found.append(Launched(made[key], reads, writes, combines, at_home, is_alone=not (left or made[key])))
     return tuple(found)
 
 
@@ -133,6 +146,15 @@ def _loads(segment: Segment, sizes: Mapping[str, float]) -> Iterator[Load]:
             names = [segment.schedule.buffers[moves.source_buffer].name for moves in step.moves]
             if any(len(pair) for pair in rows):
                 yield _load(topology, ranks, rows, [sizes[name] for name in names])
+
+
+def _at_home(segment: Segment, sizes: Mapping[str, float]) -> float:
+    """The most bytes that a rank copies, of a segment in which nothing crosses."""
+    copied: Floats = np.zeros(segment.schedule.num_ranks)
+    for moves in joining(segment.schedule):
+        size = sizes[segment.schedule.buffers[moves.source_buffer].name]
+        copied += size * np.bincount(moves.dest_rank, minlength=len(copied))
+    return float(copied.max())
 
 
 def _pairs(moves: Statement, ranks: int) -> NDArray[np.int64]:
@@ -217,6 +239,7 @@ def spans(
         free = max((used[name].free(copy) for name, copy in target.items()), default=0.0)
         start = max(launching if is_launch else visiting, ready, free)
         if isinstance(phase, Launched):
+            start = max(start, visiting) if phase.is_alone else start
             end = launching = start + phase.time(carriers)
         else:
             end = visiting = start + next(computed)

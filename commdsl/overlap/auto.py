@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from commdsl import compiler
 from commdsl.attention.machines import Machine, of_device
-from commdsl.cost.visits import Carriers, Launched, Timed, Visited, beside, phases, spans
+from commdsl.cost.visits import Carrier, Carriers, Launched, Timed, Visited, beside, phases, spans
 from commdsl.ir.products import stopping
 from commdsl.ir.resolve import resolve
 from commdsl.ir.schedules import Schedule
@@ -224,7 +224,7 @@ def estimates(product: Product, device: str) -> Iterator[Estimate]:
 
 
 def _sequence(product: Product, machine: Machine) -> Timed:
-    carrier, products = machine.carrier(machine.ways[0]), product.flops / machine.kind.product
+    carrier, products = _carrier(machine), product.flops / machine.kind.product
     whole = (phase for phase in _phases(product, machine, 1) if isinstance(phase, Launched))
     travels = sum(phase.time((carrier, carrier)) for phase in whole)
     return Timed(products + travels, travels, products)
@@ -247,10 +247,14 @@ def _work(product: Product, machine: Machine, maker: Maker, pieces: int) -> _Wor
     """Its products take equally long: each has the rows of one rank's piece."""
     found = _phases(product, machine, pieces)
     count = sum(isinstance(phase, Visited) for phase in found)
-    carrier = machine.carrier(machine.ways[0])
+    carrier = _carrier(machine)
     carrier = replace(carrier, latency=carrier.latency + maker.of_piece)
     each = maker.of_product + product.flops / count / machine.kind.product
     return found, [each] * count, (carrier, carrier)
+
+
+def _carrier(machine: Machine) -> Carrier:
+    return replace(machine.carrier(machine.ways[0]), memory=machine.kind.memory)
 
 
 def _phases(product: Product, machine: Machine, pieces: int) -> tuple[Launched | Visited, ...]:
