@@ -21,6 +21,7 @@ from commdsl.runtime import op as runtime_op  # noqa: E402
 from commdsl.runtime.bootstrap import Board, ThreadBootstrap  # noqa: E402
 from commdsl.runtime.device import DeviceCommunicator  # noqa: E402
 from commdsl.runtime.errors import BrokenGroupError, CaptureError, DeviceError, GroupError, HeapError  # noqa: E402
+from commdsl.runtime.kept import keep  # noqa: E402
 
 RANKS = 2
 
@@ -226,6 +227,14 @@ def test_many_shapes(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
     run(gpu, body)
     assert calls.MAX_KEPT > 3
+
+
+def test_what_is_forgotten() -> None:
+    """The oldest, and no more than there has to be room for."""
+    known = dict[int, str]()
+    for number in (1, 2, 3, 4, 5):
+        keep(known, number, "made", most=3)
+    assert [*known] == [3, 4, 5]
 
 
 def test_threads_share_an_op(gpu: FakeGpu) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from commdsl.runtime.device import DeviceCommunicator
 from commdsl.runtime.driver import Listing, of_cupy
+from commdsl.runtime.kept import keep
 from commdsl.runtime.landing import Region
 from commdsl.runtime.listed import ListedStreams
 from commdsl.runtime.streams import CallersStream
@@ -70,9 +71,7 @@ class Again:
         with self._communicator.device():  # events are of the current one
             if not make(ListedStreams(listing, stream, self._communicator.beside, room), region):
                 return None
-        if len(self._known) >= MOST:
-            self._known.clear()
-        self._known[key] = listing
+        keep(self._known, key, listing, MOST)
         return listing
 
     def _room(self, region: Region, stream: int, words: int, like: torch.Tensor) -> int:

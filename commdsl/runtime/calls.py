@@ -22,7 +22,7 @@ MAX_LENGTHS = 64
 """As many where blocks have lengths of their own: others in every call, maybe."""
 
 MAX_KEPT = 4096
-"""An op forgets its calls when it has met so many shapes: each is a kilobyte."""
+"""Shapes of which an op keeps what makes its calls: each is a kilobyte."""
 
 
 _address = torch.Tensor.data_ptr

@@ -122,9 +122,8 @@ class EngineKernel:
         if call is None:
             call = self._listed(self._driver, prepared, streams, told)
             self._kept += call.length
-            if self._kept > MAX_KEPT:
-                self._calls.clear()
-                self._kept = call.length
+            while self._calls and self._kept > MAX_KEPT:  # the oldest goes
+                self._kept -= self._calls.pop(next(iter(self._calls))).length
             self._calls[key] = call
         play(call.opening)
         between()

@@ -28,6 +28,7 @@ from commdsl.program.visited import launches, meets, visits
 from commdsl.runtime import matmul
 from commdsl.runtime.errors import CaptureError
 from commdsl.runtime.functions import Function
+from commdsl.runtime.kept import keep
 from commdsl.runtime.matmul import NOWHERE, Addresses, Matmul, Matrices
 from commdsl.runtime.stamps import Stamps
 from commdsl.runtime.streams import Around, Streams
@@ -40,8 +41,8 @@ LEFT = 2
 LINK = 390e3
 """Bytes a microsecond that a GPU gets: who waits for the last rows is not to make large tiles of them."""
 
-MAX_KEPT = 64
-"""Calls on other addresses: the driver's maps of matrices take it a while."""
+MAX_KEPT = 1024
+"""Calls on other addresses, two kilobytes each: the driver's maps of matrices take it a while. As many as lists."""
 
 HOPPER = (9, 0)
 
@@ -165,9 +166,7 @@ class Fused:
             beside = Addresses(0, words, stamps, scales or NOWHERE.scales)
             added, copied = (next(iter(one), None) for one in (sums, copies))
             launch = kernel.prepare(sources, factor, results, added, beside, copied)
-            if len(self._known) >= MAX_KEPT:
-                self._known.clear()
-            self._known[key] = launch
+            keep(self._known, key, launch, MAX_KEPT)
         return launch
 
 

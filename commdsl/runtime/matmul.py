@@ -30,6 +30,7 @@ from commdsl.build.matmul import (
 )
 from commdsl.machine.config import DEFAULT_TIMEOUT, from_environment
 from commdsl.runtime.errors import DeviceError, TensorError
+from commdsl.runtime.kept import keep
 from commdsl.runtime.kernel import DeviceKernel, Residence
 from commdsl.runtime.tensors import element_name, is_deep
 
@@ -180,10 +181,8 @@ class Matmul:
         """The launch of `awaiting` that ends when a word has come to a number."""
         launch = self._awaits.get((word, least))
         if launch is None:
-            if len(self._awaits) >= MAX_AWAITS:
-                self._awaits.clear()
-            argument = struct.pack("<3Q", word, least, self._timeout_ns)
-            launch = self._awaits[word, least] = launch_of(argument, [8, 8, 8], 1, 1)
+            launch = launch_of(struct.pack("<3Q", word, least, self._timeout_ns), [8, 8, 8], 1, 1)
+            keep(self._awaits, (word, least), launch, MAX_AWAITS)
         return launch
 
     def mark(self, address: int) -> None:

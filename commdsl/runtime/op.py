@@ -27,6 +27,7 @@ from commdsl.runtime.errors import GradientError, OpError, TensorError
 from commdsl.runtime.functions import Function, by_name, split
 from commdsl.runtime.given import Asked, Patience, Reduction
 from commdsl.runtime.host import HostCommunicator
+from commdsl.runtime.kept import keep
 from commdsl.runtime.products import Multiplying, multiplying
 from commdsl.runtime.program import Definition, Program, program
 from commdsl.runtime.stamps import StampedStart, Stamps, of_launch
@@ -392,9 +393,7 @@ class Op:
 
 
 def _keep(kept: dict[tuple[object, ...], Any], new: tuple[object, ...], made: Any, most: int = MAX_KEPT) -> None:
-    """Keeps a call, and lets go of those on groups that were given back, and of all when there are too many."""
+    """Keeps a call, and lets go of those on groups that were given back."""
     for key in [key for key, call in tuple(kept.items()) if call.is_over]:
         kept.pop(key, None)
-    if len(kept) >= most:
-        kept.clear()
-    kept[new] = made
+    keep(kept, new, made, most)
