@@ -308,6 +308,25 @@ def test_a_graph_keeps_where_it_lands(gpu: FakeGpu) -> None:
     run(gpu, body)
 
 
+def test_all_of_an_op_is_given_back(gpu: FakeGpu) -> None:
+    """Also the flags of launches that begin before others end, and what calls have that say the time."""
+    op = commdsl.load("allgather_matmul", ranks=RANKS, params={"C": 3})
+
+    def held(group: str) -> set[str]:
+        return {one.op for one in commdsl.memory_summary().held if one.group == group}
+
+    def body(rank: int, group: str) -> None:
+        x, w = torch.ones(6, 8), torch.eye(8)
+        op(x, w, group=group)
+        op.profiled(x, w, group=group)
+        assert held(group) > {"desk"}
+        op.release(group)
+        assert held(group) == {"desk"}
+        op(x, w, group=group)
+
+    run(gpu, body)
+
+
 @pytest.mark.parametrize("nodes", [(0, 0, 1), (0, 1, 2)])
 @pytest.mark.parametrize("landing", ["cells", "place"])
 def test_ranks_that_are_far(gpu: FakeGpu, landing: str, nodes: tuple[int, ...]) -> None:

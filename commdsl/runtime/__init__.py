@@ -33,8 +33,10 @@ Assumes torch; on GPUs also cupy, and nvshmem4py where a group reaches several m
     given         what callers wrote -> what ops take
     tensors       what a call's tensors must be
     uneven        the lengths of a call, where blocks have lengths of their own -> blocks
+    kept          what calls have made -> a table that has an end
     calls, work   a call of one shape, made once; one that is waited for
     functions     what a call with visits is given -> tensors, and the caller's functions by name
+    starts        what such a call launches -> what starts it
     visits, streams   a call of several launches, with the caller's function between them; the streams it takes
     products, fused   a call of several launches, with products between them; those as one launch of our kernel
     listed, again   such a call -> what it asks of the driver; calls on tensors where others were before -> that again

@@ -7,13 +7,14 @@ memory or kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from commdsl.cost.profile import Profile
 from commdsl.runtime import tensors
 from commdsl.runtime.communicator import Communicator
+from commdsl.runtime.kept import keep
 from commdsl.runtime.program import Program
 from commdsl.runtime.stamps import StampedStart
 from commdsl.runtime.workspace import Start
@@ -97,3 +98,18 @@ class Bound:
         """Of the last call, of a stamped Plan; it is over with this."""
         assert isinstance(self._start, StampedStart)
         return self._start.stamps.profile()
+
+
+class Call(Protocol):
+    @property
+    def is_over(self) -> bool: ...
+
+
+CallT = TypeVar("CallT", bound=Call)
+
+
+def keep_call(known: dict[tuple[object, ...], CallT], key: tuple[object, ...], made: CallT, most: int) -> None:
+    """As `keep`; those on groups that were given back go, too."""
+    for one in [one for one, call in tuple(known.items()) if call.is_over]:
+        known.pop(one, None)
+    keep(known, key, made, most)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -21,18 +22,18 @@ from commdsl.machine.config import from_environment
 from commdsl.program.memory import Transport
 from commdsl.program.visited import landing
 from commdsl.runtime import autograd, eager, given, groups, pickled, tensors, uneven
-from commdsl.runtime.calls import MAX_KEPT, MAX_LENGTHS, Bound
+from commdsl.runtime.calls import MAX_KEPT, MAX_LENGTHS, Bound, keep_call
 from commdsl.runtime.device import DeviceCommunicator
 from commdsl.runtime.errors import GradientError, OpError, TensorError
 from commdsl.runtime.functions import Function, by_name, split
 from commdsl.runtime.given import Asked, Patience, Reduction
 from commdsl.runtime.host import HostCommunicator
-from commdsl.runtime.kept import keep
 from commdsl.runtime.products import Multiplying, multiplying
 from commdsl.runtime.program import Definition, Program, program
 from commdsl.runtime.stamps import StampedStart, Stamps, of_launch
+from commdsl.runtime.starts import check_reductions, prepared, programs, travelling
 from commdsl.runtime.timing import Timing
-from commdsl.runtime.visits import Visiting, check_reductions, prepared, travelling
+from commdsl.runtime.visits import Visiting
 from commdsl.runtime.work import DeviceWork, HostWork, Result, Work
 from commdsl.runtime.workspace import listed
 
@@ -263,7 +264,7 @@ class Op:
             comm.compare(tensors.described(f"{self.name}.visit", travelling(visits, inputs), op) + listed(about))
         if found is None:
             found = self._prepare_visits(inputs, name, op, seconds, about)
-            _keep(self._visiting, key, found)
+            keep_call(self._visiting, key, found, MAX_KEPT)
         return found(inputs, functions_of, timing, last)
 
     def held(self, group: Any = None) -> tuple[Held, ...]:
@@ -290,9 +291,12 @@ class Op:
         """Collective: gives back the symmetric memory of this op on the group."""
         for comm in groups.every(groups.name_of(group)):
             known = self.program(comm.size, comm.transport)
-            for one in (known, *(() if known.visits is None else known.visits.launched)):
+            launched = {} if known.visits is None else programs(known.visits)
+            for one in (known, *chain.from_iterable(launched.values())):
                 comm.release(one.emitted.identity)
             comm.release_region(self.name)
+        if self._stamped is not None:
+            self._stamped.release(group)
 
     # --- what torch calls ------------------------------------------------------------------------------------------
 
@@ -341,7 +345,7 @@ class Op:
             raise
         if call is None or behind is None or not call.serves(behind):
             call = self._prepare(inputs, name, asked, in_place=in_place)
-            _keep(self._calls, key, call, MAX_LENGTHS if self.has_lengths else MAX_KEPT)
+            keep_call(self._calls, key, call, MAX_LENGTHS if self.has_lengths else MAX_KEPT)
         elif call.compares:
             groups.of(name, first.device).compare(uneven.described(self.name, self.traced(name), inputs, asked))
         return call
@@ -390,10 +394,3 @@ class Op:
         assert visits is not None
         owner, starts = groups.owner_of(name), prepared(comm, visits, inputs, op, seconds, about)
         return Visiting(self.name, comm, visits, inputs, starts, seconds, owner)
-
-
-def _keep(kept: dict[tuple[object, ...], Any], new: tuple[object, ...], made: Any, most: int = MAX_KEPT) -> None:
-    """Keeps a call, and lets go of those on groups that were given back."""
-    for key in [key for key, call in tuple(kept.items()) if call.is_over]:
-        kept.pop(key, None)
-    keep(kept, new, made, most)

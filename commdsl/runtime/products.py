@@ -30,8 +30,9 @@ from commdsl.runtime.functions import Function
 from commdsl.runtime.landing import Region
 from commdsl.runtime.program import Port, Program, Signature, Visits
 from commdsl.runtime.stamps import StampedStreams, Stamps, mark_now
+from commdsl.runtime.starts import prepared
 from commdsl.runtime.streams import Streams
-from commdsl.runtime.visits import Over, Visiting, prepared
+from commdsl.runtime.visits import Over, Visiting
 
 if TYPE_CHECKING:
     from commdsl.runtime.again import Again

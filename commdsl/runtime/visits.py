@@ -11,26 +11,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeAlias, assert_never
 
 import torch
 
-from commdsl.ir.classes import Unit
 from commdsl.program.launches import Between, Launch, Return, Visit
 from commdsl.program.memory import Kept
-from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
 from commdsl.program.stamps import Layout, Task, alone, task
-from commdsl.program.visited import ended, landing, launches, moved, plan_of, started, turns
+from commdsl.program.visited import ended, landing, launches, plan_of, started, turns
 from commdsl.runtime import tensors
 from commdsl.runtime.communicator import Communicator
-from commdsl.runtime.errors import ReductionError, TensorError
+from commdsl.runtime.errors import TensorError
 from commdsl.runtime.functions import Function, has_out
 from commdsl.runtime.landing import Landed, Region
-from commdsl.runtime.program import Port, Program, Visits
+from commdsl.runtime.program import Visits
 from commdsl.runtime.stamps import of_launch
+from commdsl.runtime.starts import Made, made_of, port_of
 from commdsl.runtime.streams import Streams
 from commdsl.runtime.timing import Timing
 from commdsl.runtime.work import Result
@@ -38,10 +36,6 @@ from commdsl.runtime.workspace import Start, nothing
 
 Over: TypeAlias = Callable[[Streams, Mapping[Kept, torch.Tensor]], tuple[Streams, Mapping[str | None, Function]]]
 """Of a call's streams and tensors, what stands in place of its streams, and of the caller's functions."""
-
-
-Made: TypeAlias = tuple[Moves, Unit]
-"""What a launch is besides the copies that it is on: tables, and what the blocks are made of."""
 
 
 class Visiting:
@@ -72,9 +66,9 @@ class Visiting:
         self._operands = tuple(launch.operands for launch in launches(visits.plan))
         self._turns = turns(visits.plan)
         found = zip(launches(visits.plan), self._turns, strict=True) if starts else ()
-        self._launched = tuple(starts[_made(one)][turn] for one, turn in found)
+        self._launched = tuple(starts[made_of(one)][turn] for one, turn in found)
         own = [one for one in kept if one.copy]
-        ports = tuple(map(_port, own))
+        ports = tuple(map(port_of, own))
         shapes = tensors.shapes(visits.signature, inputs, ports)
         types = (tensors.dtype_of(visits.signature, port, inputs) for port in ports)
         kinds = dict(zip(own, zip(shapes, types, strict=True), strict=True))
@@ -165,7 +159,7 @@ class Visiting:
         """
         found = zip(launches(self._plan), self._turns, strict=True) if self._starts else ()
         launched = [
-            of_launch(self._communicator, plan_of(self._plan, one.moves), self._starts[_made(one)][turn], task(one))
+            of_launch(self._communicator, plan_of(self._plan, one.moves), self._starts[made_of(one)][turn], task(one))
             for one, turn in found
         ]
         return launched, [alone(Task(f"{kept.name} [copy out]", False)) for kept in self._taken]
@@ -322,58 +316,6 @@ class Visiting:
             place.copy_(tensor)
 
 
-def check_reductions(name: str, visits: Visits, inputs: Sequence[torch.Tensor], op: str) -> None:
-    """Refuses what no launch can reduce, or has not to."""
-    if op == "avg" and visits.signature.has_reduction:
-        raise ReductionError(f"`{name}` with visits does not average: take the sum and divide it")
-    if op != "sum" and not visits.signature.has_reduction:
-        tensors.check_reduction(name, visits.signature, inputs[0].dtype, op)
-    for launch in launches(visits.plan) if visits.signature.combines else ():
-        if launch.moves.has_reduction:
-            dtype = tensors.dtype_of(visits.signature, _port(launch.moved), inputs)
-            tensors.check_reduction(name, visits.signature, dtype, op)
-            if launch.moves.adds_up and not dtype.is_floating_point:
-                raise ReductionError(f"`{name}` adds `{launch.moved.name}`, which is {dtype}, to sums in float32")
-
-
-def travelling(visits: Visits, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The inputs that are moved, and so have to be alike on all ranks; of the others each rank has its own."""
-    names = moved(visits.plan)
-    return [one for port, one in zip(visits.signature.inputs, inputs, strict=True) if port.name in names]
-
-
-def prepared(
-    communicator: Communicator,
-    visits: Visits,
-    inputs: Sequence[torch.Tensor],
-    op: str,
-    seconds: float | None,
-    about: str = "",
-) -> dict[Made, tuple[Start, ...]]:
-    """What starts launches, on blocks and of the dtype that their buffers have: those of the same moves take turns, as
-    one may begin before another ends. Collective the first time.
-    """
-    signature = visits.signature
-    programs = {one.plan.moves: one for one in visits.launched}
-    starts: dict[Made, tuple[Start, ...]] = {}
-    of = tuple(zip(launches(visits.plan), turns(visits.plan), strict=True))
-    for made, port in {_made(launch): _port(launch.moved) for launch, _ in of}.items():
-        dtype = tensors.dtype_of(signature, port, inputs)
-        block_bytes = tensors.block_elements(signature, port, inputs) * dtype.itemsize
-        element = tensors.element_name(dtype)
-        starts[made] = tuple(
-            communicator.prepare(_with_flags(programs[made[0]], turn), block_bytes, element, op, seconds, about, 0)
-            for turn in range(1 + max(turn for launch, turn in of if _made(launch) == made))
-        )
-    return starts
-
-
-def _with_flags(known: Program, turn: int) -> Program:
-    """The same with flags of its own for every turn: what ranks set up together goes by what a text is known as."""
-    emitted = known.emitted if turn == 0 else replace(known.emitted, identity=f"{known.emitted.identity}/{turn}")
-    return replace(known, emitted=emitted)
-
-
 def _kept(phase: object) -> tuple[Kept, ...]:
     match phase:
         case Launch() | Visit():
@@ -390,11 +332,3 @@ def _awaited(plan: Plan) -> list[tuple[bool, int]]:
     waits = [(not isinstance(phase, Launch), phase.after) for phase in found]
     waits += [(False, phase.opens) for phase in found if isinstance(phase, Launch)]
     return [(of_launch, after - 1) for of_launch, after in waits if after]
-
-
-def _made(launch: Launch) -> Made:
-    return launch.moves, launch.moved.unit
-
-
-def _port(kept: Kept) -> Port:
-    return Port(kept.name, kept.blocks, 0, kept.unit)
