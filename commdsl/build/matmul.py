@@ -29,7 +29,7 @@ FLOAT8 = "float8_e4m3fn"
 HELD = {1: 132, 2: 66, 3: 38, 4: 28}
 """By their blocks, how many clusters an H200 was seen to hold at once: its SMs form groups of several sizes."""
 
-# Bytes, as matmul.cuh lays them out: behind the marks lies what is taken, with its number in a stamped kernel.
+# Bytes, as matmul_worker.cuh lays them out: behind the marks lies what is taken, with its number in a stamped kernel.
 _LINE, _PANEL, _MARKS = 128, 64 * 128, 256 + 4 * 48
 _SHARED = 227 * 1024
 _PIECE = np.dtype([("tile", "<u2", 2), ("depth", "<u2", 2), ("slot", "<i4"), ("parts", "<i2"), ("turn", "<u2")])
@@ -76,7 +76,7 @@ class Tiling:
         return (product.b_deep or self.columns in (128, 256)) and (self.split == 1 or is_shared)
 
     def line(self, product: Product) -> int:
-        """Bytes of a line of the panels that are stored, as matmul.cuh has them."""
+        """Bytes of a line of the panels that are stored, as matmul_worker.cuh has them."""
         wide = self.columns // (2 if product.gated else 1) // self.split * product.result_bytes
         return 128 if wide >= 128 else 64 if wide >= 64 else 32
 

@@ -73,7 +73,7 @@ def _making(product: Product, tiling: Tiling, sms: int, cut: Sequence[int]) -> f
 
 
 def _stores_late(product: Product, tiling: Tiling) -> bool:
-    """As matmul.cuh has it."""
+    """As matmul_worker.cuh has it."""
     return (tiling.columns, tiling.rows) == (256, 128) and product.dtype != FLOAT8 and product.result_bytes == 2
 
 
