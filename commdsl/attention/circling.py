@@ -23,7 +23,8 @@ from commdsl.attention.planned import Rotation
 from commdsl.attention.run import words
 from commdsl.attention.ways import ALONE
 from commdsl.machine.errors import ArgumentError
-from commdsl.runtime import given
+from commdsl.planner.tuning.selection import Candidate
+from commdsl.runtime import given, menu
 from commdsl.runtime.errors import GradientError, TensorError
 from commdsl.runtime.load import load
 from commdsl.runtime.timing import Timing
@@ -59,7 +60,8 @@ def ring_op(ranks: int, placement: str, mask: Mask) -> Rotation:
     """The shipped ring; where every rank sees a part of what passes by, only that part passes."""
     if ranks == 1:
         return ALONE
-    return load("attention_ring", params={"causal": int(placement == "zigzag" and mask.right == 0)}, ranks=ranks)
+    causal = int(placement == "zigzag" and mask.right == 0)
+    return menu.loaded(Candidate("attention_ring", (("causal", causal),)), ranks)
 
 
 @lru_cache(maxsize=64)

@@ -8,18 +8,15 @@ Does not choose (`auto` does), and does not run anything.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from commdsl.overlap.auto import OPERATORS, Product, choose
-from commdsl.planner.tuning.selection import SEQUENCE, Choice
+from commdsl.planner.tuning.selection import SEQUENCE, Candidate, Tune
 from commdsl.runtime import groups, menu
 from commdsl.runtime.calls import MAX_KEPT
-from commdsl.runtime.load import load
 from commdsl.runtime.op import Op
 from commdsl.runtime.tensors import ALIGNMENT, FLOAT8, lies_in_lines, made_of
 
@@ -37,7 +34,7 @@ FEW_BYTES = 4 << 20
 FEWEST_BYTES = 128 << 10
 """Sent by a rank: of so few, which wait for one another most of the time, words arrive sooner than lines."""
 
-FEWEST: Mapping[str, int | str] = {"protocol": "packet", "threads": 256}
+FEWEST: Tune = (("protocol", "packet"), ("threads", 256))
 """As 8 rows of 8192 columns in bfloat16 are fastest on two H200s."""
 
 
@@ -87,7 +84,9 @@ def _chosen(suffix: str, device: torch.device, *product: Any) -> Op | None:
     """What is chosen for a product, which is the same in every call; `suffix`: of its schedule's name."""
     chosen = choose(Product(*product), menu.name_of_device(device))
     _LOGGER.debug("%s of %d bytes runs %s", chosen.collective, chosen.nbytes, chosen)
-    return None if chosen.schedule == SEQUENCE else _loaded(replace(chosen, schedule=chosen.schedule + suffix))
+    if chosen.schedule == SEQUENCE:
+        return None
+    return menu.loaded(Candidate(chosen.schedule + suffix, chosen.params, chosen.tune), chosen.ranks)
 
 
 def row_program(x: torch.Tensor, group_name: str) -> Op | None:
@@ -96,7 +95,7 @@ def row_program(x: torch.Tensor, group_name: str) -> Op | None:
     sent = x.nbytes * (ranks - 1)
     if not 0 < sent <= FEW_BYTES or groups.reaches_far(group_name, x.device):
         return None
-    return load(NORM, ranks=ranks, tune=FEWEST if sent <= FEWEST_BYTES else None)
+    return menu.loaded(Candidate(NORM, tune=FEWEST if sent <= FEWEST_BYTES else ()), ranks)
 
 
 def _is_multiplied(x: torch.Tensor, w: torch.Tensor, columns: int) -> bool:
@@ -108,8 +107,3 @@ def _is_multiplied(x: torch.Tensor, w: torch.Tensor, columns: int) -> bool:
         ends = (x.shape[1] * x.itemsize, columns * made.itemsize)
         return made in (torch.bfloat16, torch.float16) and all(end % ALIGNMENT == 0 for end in ends)
     return x.dtype in (FLOAT8, torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
-@cache
-def _loaded(chosen: Choice) -> Op:
-    return load(chosen.schedule, params=dict(chosen.params), ranks=chosen.ranks, tune=dict(chosen.tune))

@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from commdsl.planner.tuning.selection import Candidate
 from commdsl.runtime import groups, menu
 from commdsl.runtime.errors import GradientError
-from commdsl.runtime.load import load
 from commdsl.runtime.operators import define
 from commdsl.runtime.tensors import must
 
@@ -209,7 +209,8 @@ def _back_broadcast(gradient: Tensor, group_name: str, root: int = 0, timeout: f
     ranks = menu.size(group_name)
     if ranks == 1:
         return gradient
-    summed = load("reduce_tree", params={"root": root}, ranks=ranks)(gradient, group=group_name, timeout=timeout)
+    back = menu.loaded(Candidate("reduce_tree", (("root", root),)), ranks)
+    summed = back(gradient, group=group_name, timeout=timeout)
     assert isinstance(summed, Tensor)
     # The other ranks' inputs were not read; the schedule leaves partial results there.
     return summed if groups.rank_of(group_name) == root else torch.zeros_like(summed)

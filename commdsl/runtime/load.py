@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -79,6 +80,7 @@ def definition(
     return Definition(find(file), given.text("schedule", name or named), values, given.text("on", on), tuned, built)
 
 
+@cache  # every backward pass asks
 def _inverse(way: Backward, ranks: int) -> Op:
     return load(way.schedule, params=dict(way.params), ranks=ranks)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cache
 from math import prod
 from types import MappingProxyType
@@ -18,7 +19,7 @@ import torch
 
 from commdsl.machine.config import from_environment
 from commdsl.planner.tuning import selection
-from commdsl.planner.tuning.selection import ROOTED, Candidate, Rows
+from commdsl.planner.tuning.selection import ROOTED, Candidate, Params, Rows
 from commdsl.runtime import given, groups
 from commdsl.runtime.errors import CaptureError, GroupError, TensorError
 from commdsl.runtime.given import Patience, Reduction
@@ -32,7 +33,7 @@ _LOGGER = logging.getLogger("commdsl")
 class Menu:
     """The rows for one collective on one kind of group, each candidate's op loaded when it is first chosen."""
 
-    def __init__(self, collective: str, rows: Rows, ranks: int, params: dict[str, int]) -> None:
+    def __init__(self, collective: str, rows: Rows, ranks: int, params: Params) -> None:
         self._collective = collective
         self._rows = rows
         self._ranks = ranks
@@ -51,7 +52,8 @@ class Menu:
         row = self._rows.rows[index]
         most = "any size" if row.max_bytes is None else f"up to {selection.size_text(row.max_bytes)}"
         _LOGGER.debug("%s of %s runs %s: %s", self._collective, most, row.candidate, self._rows.source)
-        found = self._ops[index] = load_candidate(row.candidate, self._ranks, self._params)
+        asked = replace(row.candidate, params=(*row.candidate.params, *self._params))
+        found = self._ops[index] = loaded(asked, self._ranks)
         return found
 
     def up_to(self, max_bytes: int | None) -> list[Op]:
@@ -99,9 +101,10 @@ class Alone:
 AnyOp: TypeAlias = Op | Alone
 
 
-def load_candidate(candidate: Candidate, ranks: int, params: dict[str, int]) -> Op:
-    """The op of a row, with what the call adds to its parameters."""
-    return load(candidate.schedule, params={**dict(candidate.params), **params}, ranks=ranks, tune=dict(candidate.tune))
+@cache
+def loaded(candidate: Candidate, ranks: int) -> Op:
+    """The op of a row. Kept: to find it by `load` is to read its file and all that it uses, in milliseconds."""
+    return load(candidate.schedule, params=dict(candidate.params), ranks=ranks, tune=dict(candidate.tune))
 
 
 @cache
@@ -116,7 +119,7 @@ def menu(collective: str, ranks: int, device: torch.device, root: int, plain: bo
     config = from_environment()
     tables = selection.known_tables(config.tables)
     rows = selection.rows_for(tables, collective, ranks, name_of_device(device), plain=plain)
-    return Menu(collective, rows, ranks, {"root": root} if collective in ROOTED else {})
+    return Menu(collective, rows, ranks, (("root", root),) if collective in ROOTED else ())
 
 
 def of_group(collective: str, group: Any, device: torch.device, root: int = 0) -> Menu | Alone:
@@ -173,7 +176,7 @@ def compressed(collective: str, wire: str, ranks: int) -> AnyOp:
     if candidate is None:
         known = ", ".join(f"`{one}`" for of, one in COMPRESSED if of == collective) or "nothing else"
         raise TensorError(f"`{collective}` travels as it is, or as {known}, not as `{wire}`")
-    return Alone() if ranks == 1 else load_candidate(candidate, ranks, {})
+    return Alone() if ranks == 1 else loaded(candidate, ranks)
 
 
 UNEVEN = MappingProxyType(
@@ -194,11 +197,11 @@ def uneven(collective: str, group: Any, x: torch.Tensor, lengths: Sequence[int])
     if isinstance(known, Alone):
         return known
     if collective == "all_to_all":
-        return load(UNEVEN[collective], ranks=ranks)
-    tune = dict(known.candidate(ranks * max(lengths, default=0) * row_bytes).tune)
-    if tune.get("protocol") == "engine":  # which copies what the host knows to be there
-        tune = {}
-    return load(UNEVEN[collective], ranks=ranks, tune=tune)
+        return loaded(Candidate(UNEVEN[collective]), ranks)
+    tune = known.candidate(ranks * max(lengths, default=0) * row_bytes).tune
+    if ("protocol", "engine") in tune:  # which copies what the host knows to be there
+        tune = ()
+    return loaded(Candidate(UNEVEN[collective], tune=tune), ranks)
 
 
 def all_reduce_in_place(x: torch.Tensor, group: Any, op: Reduction = "sum", timeout: Patience = None) -> None:
