@@ -225,6 +225,38 @@ def test_gradient_of_gradient(call: Any) -> None:
     assert torch.autograd.gradgradcheck(lambda x, w: call(x, w, group=group), (x, w))
 
 
+def replicated(x: Tensors, w: Tensors) -> list[Any]:
+    """What every rank has of `replicated_matmul`, of rows that all have."""
+    return [x[0] @ one.t() for one in w]
+
+
+@pytest.mark.parametrize(
+    ("call", "meaning"), [*WAYS, (replicated_matmul, replicated)], ids=[*NAMES, "of rows that all have"]
+)
+def test_gradient_of_gradient_on_ranks(call: Any, meaning: Any) -> None:
+    """A penalty on the gradients of all ranks has the gradients that the same products on one rank have. Rows, results
+    and gradients that all ranks have alike are in it once.
+    """
+    ranks = 2
+    x, w = given(call, ranks, rows=2, middle=(3,))
+    x = x[:1] * ranks if call is replicated_matmul else x
+
+    def penalty(results: Tensors, leaves: Tensors) -> Any:
+        slopes = torch.autograd.grad(sum(one.square().sum() for one in results), leaves, create_graph=True)
+        return sum((one.square() * (torch.arange(one.numel()).view(one.shape) % 3)).sum() for one in slopes)
+
+    def back(rank: int, group: str) -> Tensors:
+        own = [one[rank].clone().requires_grad_() for one in (x, w)]
+        return torch.autograd.grad(penalty([call(*own, group=group)], own), own)
+
+    rows, weights = ([one.clone().requires_grad_() for one in dict.fromkeys(of_all)] for of_all in (x, w))
+    results, leaves = meaning(rows * (ranks // len(rows)), weights), [*rows, *weights]
+    wanted = torch.autograd.grad(penalty([*dict.fromkeys(results)], leaves), leaves)
+    for rank, (of_x, of_w) in enumerate(in_group(ranks, back)):
+        assert torch.equal(of_x, wanted[rank % len(rows)])
+        assert torch.equal(of_w, wanted[len(rows) + rank])
+
+
 @pytest.mark.parametrize(("call", "meaning"), WAYS, ids=NAMES)
 def test_torch(call: Any, meaning: Any) -> None:
     """opcheck finds nothing; fake tensors have the shapes of real ones."""

@@ -82,6 +82,31 @@ def _brought_back(ctx: Any, gradient: Tensor, operator: str, brought: Callable[[
     return of_x, None if x is None else _of_weights(gradient, brought(x, ctx.group_name))
 
 
+def reduce_back(ctx: Any, gradient: Tensor) -> Gradients:
+    x, w = ctx.saved_tensors
+    of_x = None if w is None else _called(ctx, "replicated_matmul", gradient, w.t(), ctx.group_name)
+    if x is None:
+        return of_x, None
+    return of_x, _of_both(ctx, gradient, x) if torch.is_grad_enabled() else _of_weights(gradient, x)
+
+
+def replicated_back(ctx: Any, gradient: Tensor) -> Gradients:
+    x, w = ctx.saved_tensors
+    of_x = None if w is None else _called(ctx, "matmul_all_reduce", gradient, w.t(), ctx.group_name)
+    if x is None:
+        return of_x, None
+    return of_x, _of_both(ctx, x, gradient).t() if torch.is_grad_enabled() else _of_weights(gradient, x)
+
+
+def _of_both(ctx: Any, shared: Tensor, own: Tensor) -> Tensor:
+    """Rows that are the same on all ranks, transposed, times this rank's own, where this is to have a gradient: that of
+    what is shared comes from all ranks.
+    """
+    rows, factor = (one.flatten(0, -2).t() for one in (shared, own))
+    made: Tensor = _called(ctx, "replicated_matmul", rows, factor, ctx.group_name)
+    return made
+
+
 def rows_back(ctx: Any, gradient: Tensor | None, of_rows: Tensor | None) -> Gradients:
     """Of what gathers. None: nothing is made of that result."""
     rows, w = ctx.saved_tensors
@@ -142,23 +167,11 @@ def _sent_back(
     return of_x, _of_weights(rows_of(there), x)
 
 
-def reduce_back(ctx: Any, gradient: Tensor) -> Gradients:
-    return _brought_back(ctx, gradient, "replicated_matmul", _as_it_is)
-
-
-def replicated_back(ctx: Any, gradient: Tensor) -> Gradients:
-    return _brought_back(ctx, gradient, "matmul_all_reduce", _as_it_is)
-
-
 def _called(ctx: Any, operator: str, x: Tensor, w: Tensor, group_name: str) -> Any:
     """By torch's dispatcher, where that called what this is a gradient of."""
     if hasattr(ctx, "call"):
         return ctx.call(operator, x, w, group_name)
     return getattr(torch.ops.commdsl_overlap, operator)(x, w, group_name)
-
-
-def _as_it_is(x: Tensor, group_name: str) -> Tensor:
-    return x
 
 
 def _all_rows(x: Tensor, group_name: str) -> Tensor:
