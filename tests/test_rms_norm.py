@@ -22,7 +22,7 @@ from commdsl.program.verify import verify
 
 torch = pytest.importorskip("torch")
 
-from thread_ranks import in_group  # noqa: E402 - after the check for torch
+from thread_ranks import in_group, outcomes  # noqa: E402 - after the check for torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402 - as above
 from traced import assert_as_eager  # noqa: E402 - as above
 
@@ -190,9 +190,10 @@ def test_numbers(ranks: int) -> None:
                 assert torch.equal(one, first)
 
 
-def test_gradients() -> None:
+@pytest.mark.parametrize("rows", [(3,), (), (2, 2)])
+def test_gradients(rows: tuple[int, ...]) -> None:
     """Those of x, the residual and the weight are torch's of the same in float64, and theirs what differences say."""
-    x, residual, weight = given(2, (3,), 8, torch.float64)
+    x, residual, weight = given(2, rows, 8, torch.float64)
     leaves = [one.clone().requires_grad_() for one in (*x, residual, weight)]
     y = leaves[0] + leaves[1] + leaves[2]
     z = torch.nn.functional.rms_norm(y, (8,), leaves[3], EPS)
@@ -245,9 +246,13 @@ def test_refusals() -> None:
         ((ones(2, 8), ones(3, 8), ones(8)), r"`weight` is \(K,\)"),
         ((ones(2, 8), ones(2, 8), ones(8).double()), "one floating dtype"),
         ((ones(2, 8).int(), ones(2, 8).int(), ones(8).int()), "one floating dtype"),
+        ((ones(2, 8), ones(2, 8, device="meta"), ones(8)), "on one device, got cpu, meta and cpu"),
     ):
         with pytest.raises(commdsl.TensorError, match=words):
             all_reduce_rms_norm(*given, group=group)
+    for eps in (None, "1e-5", torch.tensor(EPS)):
+        with pytest.raises(commdsl.ArgumentError, match="`eps` is a number"):
+            all_reduce_rms_norm(ones(2, 8), ones(2, 8), ones(8), eps, group=group)
     op = commdsl.load(programs.NORM, ranks=2)
     for given, words in (
         ((ones(2, 8), ones(2, 8), ones(7), ones(1)), r"a row of `x` \(8,\)"),
@@ -257,6 +262,17 @@ def test_refusals() -> None:
     ):
         with pytest.raises(commdsl.TensorError, match=words):
             op(*given, group=group)
+
+
+def test_ranks_agree_on_eps() -> None:
+    """Each norms by its own, so ranks with different ones would have different rows: both sides are said."""
+    x, one = torch.ones(2, 8), torch.ones(8)
+    names = commdsl.threads(2)
+    found = outcomes(2, lambda rank: all_reduce_rms_norm(x, x, one, (1e-5, 1e-6)[rank], group=names[rank]))
+    for error in found:
+        assert isinstance(error, commdsl.AgreementError)
+        assert "eps 1e-05" in str(error)
+        assert "eps 1e-06" in str(error)
 
 
 def test_few_rows_travel_as_words() -> None:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import threading
 from functools import cache
+from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
 
+from commdsl.machine.errors import ArgumentError
 from commdsl.overlap.calls import NAMESPACE, call
 from commdsl.overlap.programs import row_program
 from commdsl.runtime import collectives, groups
 from commdsl.runtime.errors import CaptureError, TensorError
+from commdsl.runtime.given import Asked
 from commdsl.runtime.operators import define
 
 Tensor: TypeAlias = torch.Tensor
@@ -31,15 +34,15 @@ def all_reduce_rms_norm(
     z = y / sqrt(mean(y * y) + eps) * weight, each row by itself.
 
     x, residual: (..., K), weight: (K,), of one floating dtype and device, cpu or cuda, of the same shapes on every
-    rank; residual and weight hold the same on every rank, and so do z and y then, to the bit. The sum is rounded, and
-    y; the rest is in float32 or wider, and z rounded once. Few rows, as a decoding step has, are one launch: who adds
-    up a row norms it. Of more rows, of one rank, and of ranks on other machines it is `commdsl.all_reduce`, an addition
-    and torch.nn.functional.rms_norm.
+    rank; residual, weight and eps are the same on every rank, and so are z and y then, to the bit. The sum is rounded,
+    and y; the rest, eps with it, is in float32 or wider, and z rounded once. Autocast casts nothing of it. Few rows, as
+    a decoding step has, are one launch: who adds up a row norms it. Of more rows, of one rank, and of ranks on other
+    machines it is `commdsl.all_reduce`, an addition and torch.nn.functional.rms_norm.
 
     The loss is one, which all ranks compute alike: gradients of z and y are the same on all of them, and so are those
     of x, residual and weight, which nothing travels for. (`commdsl.all_reduce` reads each rank's loss as its own.)
-    Raises TensorError (C951), GroupError (C953), and CaptureError (C955) in a capture that
-    no call with this eps went before.
+    Raises TensorError (C951), GroupError (C953), AgreementError (C964) where ranks of one launch have another eps, and
+    CaptureError (C955) in a capture that no call with this eps went before.
     """
     found: tuple[Tensor, Tensor] = call(
         __name__, "all_reduce_rms_norm", _run, (x, residual, weight), eps, groups.name_of(group)
@@ -49,14 +52,16 @@ def all_reduce_rms_norm(
 
 def _run(x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str) -> tuple[Tensor, Tensor]:
     _check(x, residual, weight)
+    if not isinstance(eps, Real):
+        raise ArgumentError(f"`all_reduce_rms_norm`: `eps` is a number, not {eps!r}")
+    eps = float(eps)
     x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
     op = row_program(x, group_name)
     if op is None:
         y = collectives.all_reduce(x, group=group_name) + residual
         return torch.nn.functional.rms_norm(y, weight.shape, weight, eps), y
-    made = op(x, residual, weight, _number(eps, x.device), group=group_name)
-    assert isinstance(made, tuple)
-    y, z = made
+    given = x, residual, weight, _number(eps, x.device)
+    y, z = op.bound(given, group_name, Asked("sum", None, about=f"eps {eps}"))(given)
     return z, y
 
 
@@ -69,6 +74,9 @@ def _number(eps: float, device: torch.device) -> Tensor:
 
 
 def _check(x: Tensor, residual: Tensor, weight: Tensor) -> None:
+    if not x.device == residual.device == weight.device:
+        devices = f"{x.device}, {residual.device} and {weight.device}"
+        raise TensorError(f"`all_reduce_rms_norm`: `x`, `residual` and `weight` are on one device, got {devices}")
     if x.dim() < 1 or residual.shape != x.shape or weight.shape != x.shape[-1:]:
         shapes = f"{tuple(x.shape)}, {tuple(residual.shape)} and {tuple(weight.shape)}"
         raise TensorError(f"`all_reduce_rms_norm`: `x` and `residual` are (..., K) and `weight` is (K,), got {shapes}")
@@ -117,5 +125,5 @@ def _back(ctx: Any, of_z: Tensor, of_y: Tensor) -> tuple[Tensor | None, Tensor |
     through = of_z * weight.to(wide.dtype)
     back = scale * (through - normed * (through * normed).mean(-1, keepdim=True)) + of_y
     back = back.to(y.dtype)
-    own = (of_z * normed).flatten(0, -2).sum(0).to(weight.dtype) if of_weight else None
+    own = (of_z * normed).sum_to_size(weight.shape).to(weight.dtype) if of_weight else None
     return back if of_x else None, back.clone() if of_residual else None, own, None, None

@@ -36,6 +36,7 @@ class Asked(NamedTuple):
     op: Reduction
     seconds: float | None  # that a wait may take; None: as long as the group's
     lengths: tuple[Any, ...] | None = None  # of blocks that have lengths of their own
+    about: str = ""  # what else ranks agree on, in words
 
 
 NEAR_NAMES = MappingProxyType(

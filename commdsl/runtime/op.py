@@ -366,7 +366,7 @@ class Op:
             raise TensorError(f"`{self.name}_` is not proved to work in place for this number of ranks")
         chosen, dtype = known.signature.in_place if in_place else None, tensors.element_name(inputs[0].dtype)
         blocks, row_bytes = uneven.blocks_and_row(known.signature, inputs, asked.lengths)
-        start = comm.prepare(known, blocks, dtype, op, seconds, "", row_bytes)
+        start = comm.prepare(known, blocks, dtype, op, seconds, asked.about, row_bytes)
         if known.plan.stamped:
             stamps = partial(Stamps, self.name, comm.rank, inputs[0].device)
             start = StampedStart(start, stamps, of_launch(comm, known.plan, start))

@@ -20,6 +20,7 @@ from commdsl.runtime.errors import TensorError
 from commdsl.runtime.given import Asked, reduction
 from commdsl.runtime.program import Port, Program, Signature
 from commdsl.runtime.tensors import element_name
+from commdsl.runtime.workspace import listed
 
 Given: TypeAlias = "Sequence[Any] | None"
 """Lengths of a call; None: all its blocks are as long."""
@@ -75,6 +76,8 @@ def described(name: str, known: Program, inputs: Sequence[torch.Tensor], asked: 
     """A call in words, as ranks compare it: with the lengths that all of them know."""
     op, lengths = reduction(asked.op), known.signature.lengths
     if lengths is None or asked.lengths is None:
-        return tensors.described(name, inputs, op)
+        return tensors.described(name, inputs, op) + listed(asked.about)
     rows = f"{[*asked.lengths]} rows" if len(lengths.axes) == 1 else "rows"
-    return f"`{name}` of {rows} of {element_name(inputs[0].dtype)}{list(inputs[0].shape[1:])} by {op}"
+    return (
+        f"`{name}` of {rows} of {element_name(inputs[0].dtype)}{list(inputs[0].shape[1:])} by {op}{listed(asked.about)}"
+    )
