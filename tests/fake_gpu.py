@@ -266,6 +266,7 @@ class FakeGpu:
         )
 
     def _launch(self, function: int, *rest: int) -> None:
+        self._ask()
         *grid, shared, stream, parameters, extra = rest
         assert getattr(self.here, "context", CONTEXT) == CONTEXT, "a launch in the context of another GPU"
         assert all(size > 0 for size in grid)
@@ -319,6 +320,10 @@ class FakeGpu:
         self._events[made.ptr] = made  # type: ignore[attr-defined] # as above
         return made
 
+    def _ask(self) -> None:
+        """Before every launch and copy, what `here.refuse` of the rank does: raise, as the driver may."""
+        getattr(self.here, "refuse", lambda: None)()
+
     def _record(self, event: int, stream: int) -> None:
         made = self._events[event]
         assert made.context == CONTEXT, "an event of another GPU"  # type: ignore[attr-defined] # as `_event` has it
@@ -339,6 +344,7 @@ class FakeGpu:
             run()
 
     def _copy(self, dest: int, source: int, num_bytes: int, kind: int, stream: int) -> None:
+        self._ask()
         assert kind == 3
         assert num_bytes > 0
         what = (dest, source, num_bytes)

@@ -28,6 +28,7 @@ from commdsl.program.launches import Visit  # noqa: E402
 from commdsl.program.visited import launches, visits  # noqa: E402
 from commdsl.runtime import again, fused, groups  # noqa: E402
 from commdsl.runtime.again import Again  # noqa: E402
+from commdsl.runtime.communicator import Communicator  # noqa: E402
 from commdsl.runtime.driver import play  # noqa: E402
 from commdsl.runtime.errors import BrokenGroupError  # noqa: E402
 from commdsl.runtime.products import Multiplying, Summing, multiply  # noqa: E402
@@ -154,9 +155,9 @@ def made(gpu: FakeGpu, room: Room, monkeypatch: pytest.MonkeyPatch) -> list[Agai
 
     def multiplying(one: Multiplying, *given: Any) -> None:
         plain(one, *given)
-        _, communicator, program, visiting, _ = given
+        _, communicator, program, *_ = given
         one._fused = Products(gpu, program.visits.plan, one._cut.places)  # type: ignore[assignment]
-        one._again = Again(communicator, visiting)
+        one._again = Again(communicator)
         driver = one._again._driver
         one._again._driver = replace(driver, launch=partial(launch, gpu, driver.launch))
         found.append(one._again)
@@ -312,6 +313,26 @@ def test_a_broken_group(gpu: FakeGpu, room: Room, made: list[Again]) -> None:
         commdsl.reset(group)
         for number in range(3):
             caller.call(number + 1)
+
+    run(gpu, body)
+
+
+def test_a_group_is_asked_once(gpu: FakeGpu, room: Room, made: list[Again], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is broken: by a plain call, by the one that makes a list, and by one of a list."""
+    asked, ready = [0] * RANKS, Communicator.ready
+
+    def counted(comm: Communicator) -> None:
+        asked[comm.rank] += 1
+        ready(comm)
+
+    monkeypatch.setattr(Communicator, "ready", counted)
+
+    def body(rank: int, group: str) -> None:
+        caller = Caller(gpu, room, GATHER, rank, group)
+        for number in range(4):
+            before = asked[rank]
+            caller.call(number + 1)
+            assert asked[rank] == before + (2 if number == 0 else 1)  # and by what prepares the first
 
     run(gpu, body)
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st  # noqa: E402
 from commdsl.runtime import device  # noqa: E402
 from commdsl.runtime.binding import Gpu  # noqa: E402
 from commdsl.runtime.errors import CaptureError  # noqa: E402
+from commdsl.runtime.gate import Gate  # noqa: E402
 from commdsl.runtime.stream_order import MARKED_CALLS, StreamOrder  # noqa: E402
 
 
@@ -29,10 +30,11 @@ class Calls:
         self.records = 0
         patch.setattr(Event, "record", self._record(Event.record))
         self.order = StreamOrder(torch, device._capture_id)
+        self.ended = list[BaseException]()
         workspace: Any = SimpleNamespace()
         kernel: Any = SimpleNamespace(launch=lambda _, stream: self.gpu.note(stream))
         prepared: Any = SimpleNamespace(point=lambda *_: None)
-        self._start = device.DeviceStart(Gpu(0), self.order, workspace, kernel, prepared)
+        self._start = device.DeviceStart(Gate(Gpu(0), self.order, self.ended.append), workspace, kernel, prepared)
 
     def _record(self, original: Any) -> Any:
         def record(event: Event, stream: Stream) -> None:

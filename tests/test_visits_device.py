@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -21,7 +22,7 @@ from commdsl.machine.resources import data_dir  # noqa: E402
 from commdsl.program import launches as phases  # noqa: E402
 from commdsl.program.visited import started  # noqa: E402
 from commdsl.runtime import products  # noqa: E402
-from commdsl.runtime.errors import CaptureError  # noqa: E402
+from commdsl.runtime.errors import BrokenGroupError, CaptureError  # noqa: E402
 from commdsl.runtime.stamps import mark_now  # noqa: E402
 
 RANKS = 3
@@ -304,6 +305,52 @@ def test_a_graph_keeps_where_it_lands(gpu: FakeGpu) -> None:
         here.call()
         op.release(group)
         assert landed(group) == []
+
+    run(gpu, body)
+
+
+def refusing(after: int, most: int = 1 << 30) -> Callable[[], None]:
+    """What the driver does that makes so many launches and copies, and then refuses so many."""
+    refused = range(after, after + most)
+    asked = itertools.count()
+
+    def refuse() -> None:
+        if next(asked) in refused:
+            raise RuntimeError("an error of the driver's")
+
+    return refuse
+
+
+@pytest.mark.parametrize("name", ["allgather_matmul", "rotation_carry"])
+def test_what_the_driver_refuses_half_way(gpu: FakeGpu, name: str) -> None:
+    """No call is made in the group before all ranks have reset it: others wait for the rest of this one."""
+    op = commdsl.load(name, ranks=RANKS)
+
+    def body(rank: int, group: str) -> None:
+        here = Rank(gpu, op, rank, group)
+
+        def call() -> None:
+            if name == "rotation_carry":
+                here.call()
+            else:
+                op(torch.ones(6, 8), torch.eye(8), group=group)
+
+        call()
+        for after in (0, 1):
+            gpu.here.refuse = refusing(after)
+            with pytest.raises(RuntimeError, match="of the driver") as caught:
+                call()
+            assert "until every rank has called commdsl.reset()" in caught.value.__notes__[-1]
+            del gpu.here.refuse
+            with pytest.raises(BrokenGroupError, match="of the driver"):
+                call()
+            commdsl.reset(group)
+            call()
+        with gpu.on(gpu.stream()), gpu.capturing(2 + rank):
+            gpu.here.refuse = refusing(1, most=1)
+            with pytest.raises(RuntimeError, match="of the driver"):
+                call()
+        call()  # what is captured is not under way
 
     run(gpu, body)
 

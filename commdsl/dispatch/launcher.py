@@ -183,8 +183,7 @@ class Launcher:
     def _refuse(self, way: Way) -> None:
         """Raises where no call can be made now, or ranks are about to make different ones."""
         comm = self._comm
-        comm.refuse_if_broken()
-        comm.check()
+        comm.ready()
         if comm.compares:
             comm.compare(f"`{self.plan.name}` for {way.value}")
         if self._launches.is_closed:

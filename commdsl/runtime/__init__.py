@@ -15,10 +15,10 @@ Assumes torch; on GPUs also cupy, and nvshmem4py where a group reaches several m
     desk, failures   what kernels of a group share, by which all give up when one does; a report -> an exception
     driver        what calls ask of CUDA's driver, as lists
     kernel, phases, engine   something built -> something that runs one call, by SMs or by the copy engine
-    stream_order  calls on several streams -> one order
+    stream_order, gate   calls on several streams -> one order; in it, whole or not at all
     workspace     where the calls of one Program run
     pool, lent, landing   symmetric memory -> results, which give it back or hold it; what visits, in turn
-    meeting       where ranks meet outside of kernels, unless one is gone or gives up
+    meeting, breaking   where ranks meet outside of kernels, unless one is gone or gives up; what that does to a group
     setups        what ranks are about to set up -> their agreement, or both sides
     compared      calls, before they are made -> the ranks' agreement, for debugging
     memory_summary   what there is of symmetric memory, by group and op

@@ -19,7 +19,6 @@ from commdsl.runtime.kept import keep
 from commdsl.runtime.landing import Region
 from commdsl.runtime.listed import ListedStreams
 from commdsl.runtime.streams import CallersStream
-from commdsl.runtime.visits import Visiting
 
 MOST = 1024
 """Lists of one op and shape, some ten kilobytes each. A layer of a model has one or two, as its weights are its own."""
@@ -31,32 +30,29 @@ List: TypeAlias = Callable[[ListedStreams, Region], bool]
 class Again:
     """The lists of one op and shape on one group. They go with it."""
 
-    def __init__(self, communicator: DeviceCommunicator, visiting: Visiting) -> None:
-        self._communicator, self._visiting = communicator, visiting
+    def __init__(self, communicator: DeviceCommunicator) -> None:
+        self._communicator = communicator
         self._driver = of_cupy()
         self._known: dict[Hashable, Listing] = {}
         self._met = set[Hashable]()
         self._words: dict[tuple[Region, int], torch.Tensor] = {}
 
-    def __call__(self, inputs: Sequence[torch.Tensor], own: Sequence[torch.Tensor], make: List) -> bool:
-        """Makes a call as it was made before, if it was, and says so. `own`: the tensors that a call has besides, of
-        which shapes say how they lie.
+    def __call__(
+        self, region: Region | None, inputs: Sequence[torch.Tensor], own: Sequence[torch.Tensor], make: List
+    ) -> bool:
+        """Makes a call, which has that region, as it was made before, if it was, and says so. `own`: the tensors that a
+        call has besides, of which shapes say how they lie.
         """
         communicator = self._communicator
-        if communicator.is_capturing:
+        if region is None or communicator.is_capturing:  # the region puts calls that share words in order
             return False
-        communicator.refuse_if_broken()
-        communicator.check()
-        with self._visiting.region() as region:
-            if region is None:
-                return False  # it is what puts calls that share words in order
-            stream = communicator.current_stream
-            key = (region, stream, *map(_address, inputs), *map(_address, own), *map(_stride, inputs))
-            listing = self._known.get(key) or self._listed(key, make, region, stream)
-            if listing is None:
-                return False
-            region.enter(CallersStream(communicator.index, region.last))
-            communicator.play(listing.calls)
+        stream = communicator.current_stream
+        key = (region, stream, *map(_address, inputs), *map(_address, own), *map(_stride, inputs))
+        listing = self._known.get(key) or self._listed(key, make, region, stream)
+        if listing is None:
+            return False
+        region.enter(CallersStream(communicator.index, region.last))
+        communicator.play(listing.calls)
         return True
 
     def _listed(self, key: Hashable, make: List, region: Region, stream: int) -> Listing | None:
@@ -68,7 +64,7 @@ class Again:
             return None
         listing = Listing(self._driver)
         room = partial(self._room, region, stream)
-        with self._communicator.device():  # events are of the current one
+        with self._communicator.bound():  # events are of the current one
             if not make(ListedStreams(listing, stream, self._communicator.beside, room), region):
                 return None
         keep(self._known, key, listing, MOST)

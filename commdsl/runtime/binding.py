@@ -5,6 +5,9 @@ Assumes torch with CUDA; refuses where CuPy or the driver's bindings are not the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
 import torch
 
 from commdsl.runtime.errors import DeviceError
@@ -35,7 +38,13 @@ class Gpu:
         """Whether the thread has this GPU's context."""
         return bool(self.current_context() == self.context)
 
-    def bind(self) -> None:
-        """Inside `torch.cuda.device(index)`: a thread new to CUDA has the device, but no context yet."""
-        if not self.is_bound:
-            self._set_context(self.context)
+    def bound(self) -> AbstractContextManager[None]:
+        """In it the thread has this GPU, and its context, also a thread that is new to CUDA."""
+        return nullcontext() if self.is_bound else self._bound()
+
+    @contextmanager
+    def _bound(self) -> Iterator[None]:
+        with torch.cuda.device(self.index):  # where that is the thread's device already, it binds no context
+            if not self.is_bound:
+                self._set_context(self.context)
+            yield

@@ -22,21 +22,19 @@ from commdsl.program.memory import Transport
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import Blocks, Launch
-from commdsl.program.timeouts import CommTimeout
 from commdsl.runtime.bootstrap import Bootstrap, Exchange, World, exchange, life
+from commdsl.runtime.breaking import Breaking
 from commdsl.runtime.compared import Compared, user_line
 from commdsl.runtime.desk import Desk, Notice
 from commdsl.runtime.error_page import ErrorPage
-from commdsl.runtime.errors import AgreementError, BrokenGroupError, GroupError, PeerError, RendezvousError
+from commdsl.runtime.errors import AgreementError, GroupError, RendezvousError
 from commdsl.runtime.failures import different_calls
 from commdsl.runtime.heap import Extent, Heap
 from commdsl.runtime.kernel import Kernel, Prepared, Residence
 from commdsl.runtime.landing import Region, Regions
 from commdsl.runtime.lent import Lent
-from commdsl.runtime.meeting import Meeting
 from commdsl.runtime.program import Program
 from commdsl.runtime.setups import Setup, disagreement, of_plan
-from commdsl.runtime.stream_order import StreamOrder
 from commdsl.runtime.streams import Streams
 from commdsl.runtime.watch import own_process, watcher
 from commdsl.runtime.workspace import Explain, Reach, Start, Workspace
@@ -50,10 +48,9 @@ TEXT_SECONDS = 2.0
 """So long ranks that do not agree wait for each other's texts."""
 
 
-class Communicator(Meeting, ABC):
+class Communicator(Breaking, ABC):
     """What `host.py` and `device.py` have in common."""
 
-    order: StreamOrder | None = None  # None where calls end before they return
     desk: Desk  # from `open_desk` on
 
     def __init__(
@@ -67,8 +64,7 @@ class Communicator(Meeting, ABC):
         world: World,
     ) -> None:
         """`kind`: cpu or cuda; the communicators of a group for different kinds do not hear each other."""
-        super().__init__(life(bootstrap, kind), config.timeout or DEFAULT_TIMEOUT, notice)
-        self.name = name
+        super().__init__(name, life(bootstrap, kind), config.timeout or DEFAULT_TIMEOUT, notice)
         self.errors = errors
         self.kind = kind
         self.config = config
@@ -79,8 +75,6 @@ class Communicator(Meeting, ABC):
         self.workspaces: dict[str, Workspace] = {}
         self._lent = Lent(self.finish)
         self.regions = Regions()
-        self.broken: BaseException | None = None
-        self._is_disowned = False
         self.is_closed = False  # whoever kept something of it has to ask for it anew
         self.processes: tuple[str, ...] = ()  # by rank, as the watcher knows them
         self._compared = self._comparing()
@@ -177,22 +171,10 @@ class Communicator(Meeting, ABC):
             raise disagreement(self.name, self.rank, everyone, texts)
         return f"setup/{number}"
 
-    def disown(self) -> None:
-        """In a child that was forked."""
-        self._is_disowned = True
-        self.broken = GroupError("forked")  # looked at before every call
-
-    def refuse_if_broken(self) -> None:
-        if self._is_disowned:
-            raise GroupError(
-                f"this process was forked from a rank of group `{self.name}` and is none itself: call commdsl in the "
-                "parent, or start processes by `spawn`"
-            )
-        if self.broken is not None:
-            raise BrokenGroupError(
-                f"group `{self.name}` cannot be used after `{type(self.broken).__name__}`: every rank has to call "
-                f"commdsl.reset() first ({self.broken})"
-            )
+    def ready(self) -> None:
+        """Raises where no call can be made now."""
+        self.refuse_if_broken()
+        self.check()
 
     def prepare(
         self, program: Program, blocks: Blocks, dtype: str, op: str, seconds: float | None, about: str, row_bytes: int
@@ -241,10 +223,9 @@ class Communicator(Meeting, ABC):
         return made
 
     def region(self, name: str, nbytes: int, seconds: float | None) -> Region:
-        """Symmetric memory for a call of that op, which takes it; collective where there is not enough. Raises as
-        `workspace`.
+        """Symmetric memory for a call of that op, which takes it, in a group that is not broken; collective where there
+        is not enough. Raises as `workspace`.
         """
-        self.refuse_if_broken()
         with self.lock:
             found = self.regions.find(name, nbytes)
             if found is None:
@@ -254,15 +235,6 @@ class Communicator(Meeting, ABC):
                 found = self.regions.grow(lambda: self._set_up(name, mine, extent, make, seconds), self.finish)
             found.is_taken = True
             return found
-
-    def fail(self, error: BaseException, what: str = "a call") -> None:
-        """After a time-out the heap holds half a call: nothing runs until all ranks have reset."""
-        is_first, self.broken = self.broken is None, error
-        gone = error.gone if isinstance(error, PeerError) else None
-        self.said.say(what, str(error) or type(error).__name__, gone)
-        if is_first and isinstance(error, CommTimeout | RendezvousError):
-            for rank, why in self.asked(error.missing).items():
-                error.add_note(f"rank {rank} gave up, too: {why}")
 
     def check(self) -> None:
         """Raises what a kernel of this rank reported."""

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,6 +31,7 @@ from commdsl.runtime.engine import EngineKernel
 from commdsl.runtime.error_page import PAGE_BYTES, ErrorPage
 from commdsl.runtime.errors import CaptureError, DeviceError, GroupError
 from commdsl.runtime.far import Arena, arena_of
+from commdsl.runtime.gate import Gate
 from commdsl.runtime.heap import Extent, Heap
 from commdsl.runtime.kernel import DeviceKernel, Kernel, Prepared, Residence, residence_of
 from commdsl.runtime.program import Program
@@ -60,7 +60,7 @@ class DeviceCommunicator(Communicator):
         self._gpu = Gpu(self.index)
         self._check_members(str(properties.uuid))
         # One for all ops: two kernels at once that both wait for peers could fill the SMs of two ranks crosswise.
-        self.order: StreamOrder = StreamOrder(torch, _capture_id)
+        self.gate = Gate(self._gpu, StreamOrder(torch, _capture_id), self.end_half_way)
         self.open_desk()
 
     def _check_members(self, uuid: str) -> None:
@@ -72,8 +72,7 @@ class DeviceCommunicator(Communicator):
             )
 
     def make_heap(self, extent: Extent, tell: Exchange) -> Heap:
-        with torch.cuda.device(self.index):
-            self._gpu.bind()
+        with self._gpu.bound():
             if self.transport is Transport.PEER:
                 return DeviceHeap(extent, self.rank, self.index, tell, self.finish)
             return FarHeap(extent, self.rank, self.nodes, self.world.ranks, self._arena(), tell, self.finish)
@@ -119,7 +118,7 @@ class DeviceCommunicator(Communicator):
         return made
 
     def starter(self, workspace: Workspace, kernel: Kernel, prepared: Prepared) -> DeviceStart:
-        return DeviceStart(self._gpu, self.order, workspace, kernel, prepared)
+        return DeviceStart(self.gate, workspace, kernel, prepared)
 
     def refuse_setup(self, what: str) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -129,10 +128,8 @@ class DeviceCommunicator(Communicator):
         beside = self._beside.of_torch
         made = TwoStreams(self.index, beside)
         # In order with other calls now: a mark made late would be behind a product that waits for what goes beside.
-        with self.order.lock, torch.cuda.stream(beside):
-            self.order.enter(beside)
-            self.order.leave(beside)
-        return made
+        with torch.cuda.stream(beside), self.gate.open(beside):
+            return made
 
     @property
     def beside(self) -> int:
@@ -154,21 +151,12 @@ class DeviceCommunicator(Communicator):
         """A call from its beginning to its end, of which what other calls come behind is what goes beside the caller's
         stream: as that of `DeviceStart.begin`. The caller's is not to be waited for, where a product waits for others.
         """
-        beside = self._beside.of_torch
-        with self.order.lock, self.device():
-            self._gpu.bind()
-            self.order.enter(beside)
-            try:
-                play(calls)
-            except Exception as error:  # the driver's: the other ranks wait for what it did not come to
-                self.fail(error)
-                raise
-            finally:
-                self.order.leave(beside)
+        with self.gate.open(self._beside.of_torch):
+            play(calls)
 
-    def device(self) -> contextlib.AbstractContextManager[Any]:
-        """In it the thread's device is this GPU."""
-        return contextlib.nullcontext() if self._gpu.is_bound else torch.cuda.device(self.index)
+    def bound(self) -> contextlib.AbstractContextManager[None]:
+        """In it the thread has this GPU."""
+        return self._gpu.bound()
 
     def read_desk(self) -> bytes:
         import cupy  # where there is a GPU
@@ -185,12 +173,11 @@ class DeviceCommunicator(Communicator):
 class DeviceStart:
     """Starts calls on torch's current stream of one GPU, whichever device and thread it is called from."""
 
-    __slots__ = ("_gpu", "_kernel", "_order", "_prepared", "workspace")
+    __slots__ = ("_gate", "_kernel", "_prepared", "workspace")
 
-    def __init__(self, gpu: Gpu, order: StreamOrder, workspace: Workspace, kernel: Kernel, prepared: Prepared) -> None:
+    def __init__(self, gate: Gate, workspace: Workspace, kernel: Kernel, prepared: Prepared) -> None:
         self.workspace = workspace
-        self._gpu = gpu
-        self._order = order
+        self._gate = gate
         self._kernel = kernel
         self._prepared = prepared
 
@@ -200,15 +187,7 @@ class DeviceStart:
         return self._prepared.launch
 
     def __call__(self, changing: Sequence[int]) -> None:
-        gpu = self._gpu
-        with self._order.lock:
-            self._prepared.point(*changing)
-            if gpu.current_context() == gpu.context:
-                self._launch()
-            else:
-                with torch.cuda.device(gpu.index):
-                    gpu.bind()
-                    self._launch()
+        self._gate.launch(self._kernel, self._prepared, changing)
 
     def begin(
         self, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
@@ -219,13 +198,13 @@ class DeviceStart:
             between()
             self(changing)
             return nothing
-        stream = torch.cuda.current_stream(self._gpu.index)
-        with self._ordered(stream):
+        stream = torch.cuda.current_stream(self._gate.gpu.index)
+        with self._gate.open(stream):
             self._prepared.point(*changing)
             rest = kernel.begin(self._prepared, stream.cuda_stream, told, between)
 
         def end() -> None:
-            with torch.cuda.stream(stream), self._ordered(stream):
+            with torch.cuda.stream(stream), self._gate.open(stream):
                 rest()
 
         return end
@@ -235,29 +214,9 @@ class DeviceStart:
     ) -> Callable[[], None]:
         """As `begin`, of another driver and in no order with other calls: nothing is started."""
         assert isinstance(self._kernel, EngineKernel)
-        with self._order.lock:
+        with self._gate.lock:
             self._prepared.point(*changing)
             return self._kernel.ask(driver, self._prepared, stream, told, between)
-
-    @contextlib.contextmanager
-    def _ordered(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """On that stream, which is the current one, in order with what other calls have on others."""
-        with self._order.lock:
-            self._gpu.bind()
-            self._order.enter(stream)
-            yield
-            self._order.leave(stream)
-
-    def _launch(self) -> None:
-        gpu = self._gpu
-        handle = gpu.stream_handle(gpu.index)
-        if handle == self._order.quiet and not gpu.capturing():
-            self._kernel.launch(self._prepared, handle)
-            return
-        stream = torch.cuda.current_stream(gpu.index)
-        self._order.enter(stream)
-        self._kernel.launch(self._prepared, handle)
-        self._order.leave(stream)
 
 
 def _capture_id(stream: int) -> int | None:

@@ -6,7 +6,7 @@ Assumes that what the calls point at is there as long as the list is. Does not d
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import starmap
@@ -64,6 +64,6 @@ def _put_down(calls: list[Asked], *asked: Any) -> None:
     calls.append(asked)
 
 
-def play(calls: Sequence[Asked]) -> None:
+def play(calls: Iterable[Asked]) -> None:
     """Without a bytecode between them: Ctrl-C comes when all are made, as the other ranks wait for all."""
     deque(starmap(call, calls), maxlen=0)

@@ -21,6 +21,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
@@ -102,7 +103,8 @@ class EngineKernel:
             self._ahead, self._copied = copies, cupy.cuda.Event(disable_timing=True)
 
     def launch(self, prepared: Prepared, stream: int) -> None:
-        self._begin(prepared, (stream, stream))()
+        call = self._call(prepared, (stream, stream), 0)
+        play(chain(call.opening, call.begin, call.rest))
 
     def begin(
         self, prepared: Prepared, stream: int, told: int = 0, between: Callable[[], None] = nothing
@@ -110,11 +112,13 @@ class EngineKernel:
         """Starts a call as far as its first copies, and returns what starts the rest on the same stream. `told`: the
         address of a word that is raised when the call is over; `between`: called before those copies.
         """
-        return self._begin(prepared, (stream, self._ahead), told, between)
+        call = self._call(prepared, (stream, self._ahead), told)
+        play(call.opening)
+        between()
+        play(call.begin)
+        return call.end
 
-    def _begin(
-        self, prepared: Prepared, streams: tuple[int, int], told: int = 0, between: Callable[[], None] = nothing
-    ) -> Callable[[], None]:
+    def _call(self, prepared: Prepared, streams: tuple[int, int], told: int) -> _Call:
         """`streams`: of the call, and of its first copies."""
         stream, copies = streams
         key = prepared, prepared.arguments.raw, stream, copies, told
@@ -125,10 +129,7 @@ class EngineKernel:
             while self._calls and self._kept > MAX_KEPT:  # the oldest goes
                 self._kept -= self._calls.pop(next(iter(self._calls))).length
             self._calls[key] = call
-        play(call.opening)
-        between()
-        play(call.begin)
-        return call.end
+        return call
 
     def ask(
         self, driver: Driver, prepared: Prepared, stream: int, told: int, between: Callable[[], None]

@@ -109,7 +109,7 @@ class Launches:
 
     def lanes(self, moved: int, least: int = LANE_BYTES) -> int:
         """Of a call that moves so many bytes, of which a lane has at least so many."""
-        if self._comm.order is None:
+        if self._comm.kind == "cpu":
             return min(HOST_LANES, self._most_lanes)
         return max(1, min(self._most_lanes, -(-moved // least)))
 

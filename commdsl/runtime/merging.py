@@ -124,21 +124,13 @@ class _Launcher:
         self._launch = cupy.cuda.driver.launchKernel
 
     def __call__(self, merge: Merge) -> None:
-        gpu = self._gpu
-        if gpu.current_context() == gpu.context:
-            self._start(merge)
-            return
-        with torch.cuda.device(gpu.index):
-            gpu.bind()
-            self._start(merge)
-
-    def _start(self, merge: Merge) -> None:
         packed = merge.packed()
         argument = ctypes.create_string_buffer(packed, len(packed))  # the driver has copied it when the launch returns
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         blocks = -(-merge.items // THREADS)
         stream = self._gpu.stream_handle(self._gpu.index)
-        self._launch(self._function, blocks, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
+        with self._gpu.bound():
+            self._launch(self._function, blocks, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
 
 
 @memoize

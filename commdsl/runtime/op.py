@@ -356,8 +356,7 @@ class Op:
         self._check(inputs, name, asked)
         op, seconds = given.reduction(asked.op), asked.seconds
         comm = groups.of(name, inputs[0].device)
-        comm.refuse_if_broken()
-        comm.check()
+        comm.ready()
         known = self.program(comm.size, comm.transport)
         comm.compare(uneven.described(self.name, known, inputs, asked))
         if known.visits is not None and known.visits.parts:
@@ -388,8 +387,7 @@ class Op:
         self, inputs: tuple[torch.Tensor, ...], name: str, op: str, seconds: float | None, about: str
     ) -> Visiting:
         comm = groups.of(name, inputs[0].device)
-        comm.refuse_if_broken()
-        comm.check()
+        comm.ready()
         visits = self.program(comm.size, comm.transport).visits
         assert visits is not None
         owner, starts = groups.owner_of(name), prepared(comm, visits, inputs, op, seconds, about)

@@ -78,7 +78,7 @@ class Multiplying:
             from commdsl.runtime import again, device  # where there is a GPU
 
             assert isinstance(communicator, device.DeviceCommunicator)
-            self._again = again.Again(communicator, visiting)
+            self._again = again.Again(communicator)
         self._plan = visits.plan
         self._sums = any(one.writes[0] in one.reads[2:] for one in _products(visits))
         self._stamps: Stamps | None = None  # of the last call, where they are
@@ -103,10 +103,10 @@ class Multiplying:
                 tensors.check(self._name, self._signature, inputs)
         made = [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in self._made]
         between = [inputs[0].new_empty((len(names), *shape), dtype=dtype) for names, shape, dtype in self._between]
-        if self._again is None or not self._again(
-            inputs, [*made, *between], partial(self._list, inputs, made, between)
-        ):
-            self._start(inputs, self._places(made, between))
+        make = partial(self._list, inputs, made, between)
+        with self._visiting.region() as region:
+            if self._again is None or not self._again(region, inputs, [*made, *between], make):
+                self._start(region, inputs, self._places(made, between))
         return made
 
     def _places(self, made: Sequence[torch.Tensor], between: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -116,14 +116,14 @@ class Multiplying:
             places |= zip(names, one, strict=True)
         return places
 
-    def _start(self, inputs: Sequence[torch.Tensor], places: Mapping[str, torch.Tensor]) -> None:
+    def _start(self, region: Region | None, inputs: Sequence[torch.Tensor], places: Mapping[str, torch.Tensor]) -> None:
         given, scales = self._cut.given(inputs), inputs[len(self._signature.inputs) :]
         is_aligned = self._fused is not None and all(one.data_ptr() % tensors.ALIGNMENT == 0 for one in given)
         over: Over | None = partial(self._fused.over, scales) if self._fused is not None and is_aligned else None
         if self._plan.stamped:
             over = self._stamped(self._fused if is_aligned else None, inputs[0].device, scales)
         function = self._function(scales)
-        self._visiting(given, {MATMUL: function}, places=places, over=over)
+        self._visiting.call(region, given, {MATMUL: function}, places=places, over=over)
 
     def _list(
         self,

@@ -99,34 +99,43 @@ class Visiting:
         functions: Mapping[str | None, Function],
         timing: Timing | None = None,
         last: int | None = None,
+    ) -> Result:
+        """Starts everything, calls the functions, and returns the results, or the last so many of them."""
+        with self.region() as region:
+            found = self.call(region, inputs, functions, timing, last)
+        return found[0] if len(found) == 1 else found
+
+    def call(
+        self,
+        region: Region | None,
+        inputs: Sequence[torch.Tensor],
+        functions: Mapping[str | None, Function],
+        timing: Timing | None = None,
+        last: int | None = None,
         places: Mapping[str, torch.Tensor] = MappingProxyType({}),
         over: Over | None = None,
-    ) -> Result:
-        """Starts everything, calls the functions, and returns the results, or the last so many of them. `places`: by
-        name where what is not given lies, if not in tensors of the call's own. `over`: of what stands in their place,
-        the streams and the functions of the call.
+    ) -> tuple[torch.Tensor, ...]:
+        """As a call, in a region that the caller has. `places`: by name where what is not given lies, if not in tensors
+        of the call's own. `over`: of what stands in their place, the streams and the functions of the call.
         """
-        self._communicator.refuse_if_broken()
-        self._communicator.check()
-        with self.region() as region:
-            streams = self._communicator.streams()
-            if timing is not None:
-                waits = [phase.after for phase in self._plan.phases if isinstance(phase, Visit)]
-                streams, functions = timing.over(streams, functions, waits)
-            if region is not None:
-                region.enter(streams)
-            held = self._held(inputs, places, region)
-            if over is not None:
-                streams, functions = over(streams, held)
-            results = self._results(held, places, last)
+        streams = self._communicator.streams()
+        if timing is not None:
+            waits = [phase.after for phase in self._plan.phases if isinstance(phase, Visit)]
+            streams, functions = timing.over(streams, functions, waits)
+        if region is not None:
+            region.enter(streams)
+        held = self._held(inputs, places, region)
+        if over is not None:
+            streams, functions = over(streams, held)
+        results = self._results(held, places, last)
+        with self._communicator.whole():
             failure = self._run(streams, functions, held, () if region is None else region.bases, results)
         if failure is not None:
             try:
                 raise failure
             finally:
                 del failure  # as in Communicator.check: its traceback holds this frame, and with it tensors
-        found = tuple(results.values())
-        return found[0] if len(found) == 1 else found
+        return tuple(results.values())
 
     def ask(
         self,
@@ -166,7 +175,8 @@ class Visiting:
 
     @contextlib.contextmanager
     def region(self) -> Iterator[Region | None]:
-        """Where what lands is in this call; None where nothing does."""
+        """Where what lands is in this call, if one can be made; None where nothing does."""
+        self._communicator.ready()
         if not self._landed.nbytes:
             yield None
             return
@@ -283,11 +293,7 @@ class Visiting:
         except BaseException as error:
             if not self._writing:
                 return error
-            error.add_note(
-                f"the other ranks wait for what visit {number} of `{self._name}` was to write: group "
-                f"`{self._communicator.name}` is broken until every rank has called commdsl.reset()"
-            )
-            self._communicator.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            error.add_note(f"the other ranks wait for what visit {number} of `{self._name}` was to write")
             raise
         return None
 
