@@ -296,7 +296,8 @@ def check_declared(files: tuple[File, ...], decl: Declaration, given: Given) -> 
 def check_schedule(files: tuple[File, ...], decl: ScheduleDecl, given: Given) -> CheckedSchedule:
     """A schedule, and that its Plan orders every hazard and computes what it says."""
     topology = find_topology(files, given.on, given.num_ranks)
-    meant = resolve.resolve(files, decl, given.num_ranks, topology, given.params or {}, given.tune)
+    ranks, params = given.num_ranks, given.params or {}
+    meant = checks.resolved(decl, lambda one: resolve.resolve(files, one, ranks, topology, params, given.tune))
     _raise_errors(checks.check_called(meant))
     found = _raise_errors((*checks.check_files(files), *checks.check_schedule(meant)))
     warnings = (*resolve.warnings(files, decl), *found)

@@ -11,6 +11,7 @@ message. A new law is a function and a line here. Does not raise.
     promises, conservation, factors, rotations, returns, determinism, useless   what is promised, kept, and in vain
     plans, routes   a plan of documents and where its rows go
     built, tasks   what no kernel runs
+    rest   what there is to judge where moves have no meaning
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from commdsl.checks.operations import mixed_operations, other_operations
 from commdsl.checks.overlap import overlapping_writes
 from commdsl.checks.plans import over_capacity, too_large, too_many_copies
 from commdsl.checks.promises import idle_promises, repeated_promises
+from commdsl.checks.rest import rest
 from commdsl.checks.returns import broken_returns
 from commdsl.checks.roles import broken_roles, roles_of_dispatch, unused_roles
 from commdsl.checks.rotations import broken_rotations
@@ -46,8 +48,8 @@ from commdsl.checks.useless import useless_statements
 from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.plans import DispatchPlan, Routing
 from commdsl.ir.schedules import Schedule
-from commdsl.language.diagnostics import Diagnostic, Label, Severity
-from commdsl.language.syntax import File
+from commdsl.language.diagnostics import CommError, Diagnostic, Label, Severity
+from commdsl.language.syntax import File, ScheduleDecl
 from commdsl.machine.topology import switch
 from commdsl.program.actors import actors
 from commdsl.program.plan import Plan
@@ -77,7 +79,9 @@ BESIDE: tuple[tuple[Rule, ...], ...] = ((broken_roles, repeated_promises),)
 """What has nothing to do with the steps: told whatever else is wrong."""
 
 OF_A_STEP: tuple[Rule, ...] = (overlapping_writes, writes_to_input, missing_links, combining_engine)
-"""What a statement breaks by itself, or beside others of its step: told also where another one is out of bounds."""
+"""What a statement breaks by itself, or beside others of its step: told also where another one is out of bounds, or
+says what has no meaning.
+"""
 
 RULES: tuple[tuple[Rule, ...], ...] = (
     (broken_cycles,),
@@ -132,11 +136,43 @@ def check_schedule(schedule: Schedule) -> tuple[Diagnostic, ...]:
     located = Located(schedule)
     beside = _run(BESIDE, lambda rule: rule(located))
     found = _run(RULES, lambda rule: rule(located))
-    outside = {statement_key(one.primary.span) for one in found if one.code == OUT_OF_BOUNDS}
-    if outside:
-        rest = Located(without(schedule, outside))
-        found += _run((OF_A_STEP,), lambda rule: rule(rest))
+    found += _beside_outside(schedule, found)
     return tuple(_with_calls(schedule, one) for one in (*beside, *found))
+
+
+def resolved(decl: ScheduleDecl, resolve: Callable[[ScheduleDecl], Schedule]) -> Schedule:
+    """What a text means. Raises CommError with what is wrong with its words; where that is within moves, also with what
+    others break by themselves, or beside others of their step.
+    """
+    try:
+        return resolve(decl)
+    except CommError as error:
+        raise CommError((*error.diagnostics, *_of_rest(decl, error.diagnostics, resolve))) from error
+
+
+def _of_rest(
+    decl: ScheduleDecl, faults: Sequence[Diagnostic], resolve: Callable[[ScheduleDecl], Schedule]
+) -> tuple[Diagnostic, ...]:
+    left = rest(decl, faults)
+    if left is None:
+        return ()
+    try:
+        schedule = resolve(left)
+    except CommError as error:
+        return (*error.diagnostics, *_of_rest(left, error.diagnostics, resolve))
+    located = Located(schedule)
+    found = tuple(out_of_bounds(located))
+    found += _beside_outside(schedule, found) if found else _run((OF_A_STEP,), lambda rule: rule(located))
+    return tuple(_with_calls(schedule, one) for one in found)
+
+
+def _beside_outside(schedule: Schedule, found: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
+    """What others break where some statements are out of bounds."""
+    outside = {statement_key(one.primary.span) for one in found if one.code == OUT_OF_BOUNDS}
+    if not outside:
+        return ()
+    left = Located(without(schedule, outside))
+    return _run((OF_A_STEP,), lambda rule: rule(left))
 
 
 def check_called(schedule: Schedule) -> tuple[Diagnostic, ...]:
