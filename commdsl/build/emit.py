@@ -198,7 +198,8 @@ def _kernel(plan: Plan) -> Kernel:
 def _headers(plan: Plan) -> tuple[str, ...]:
     if plan.is_static:
         more = (plan.tiles, "tiles.cuh"), (plan.by_row, "by_row.cuh"), (plan.moves.casts, "casts.cuh")
-        return ("kernel.cuh", *(name for phase, name in more if phase is not None))
+        flags = ("flags.cuh",) if _is_engine(plan) else ()
+        return ("kernel.cuh", *flags, *(name for phase, name in more if phase is not None))
     if any(isinstance(phase, PushAgain) for phase in plan.phases):
         return ("again.cuh",)
     if any(isinstance(phase, PushBack) for phase in plan.phases):
@@ -209,9 +210,12 @@ def _headers(plan: Plan) -> tuple[str, ...]:
 def _form(plan: Plan) -> str:
     if plan.tiles is not None:
         return "COMMDSL_ROLES"
-    is_engine = plan.is_static and plan.moves.protocol is Protocol.ENGINE
     form = "COMMDSL_KERNEL" if plan.agreeing_blocks else "COMMDSL_LANES"
-    return "COMMDSL_FLAGS" if is_engine else form
+    return "COMMDSL_FLAGS" if _is_engine(plan) else form
+
+
+def _is_engine(plan: Plan) -> bool:
+    return plan.is_static and plan.moves.protocol is Protocol.ENGINE
 
 
 def _tables(moves: Moves, ops: Ops) -> MovesText:

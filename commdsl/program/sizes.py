@@ -1,6 +1,6 @@
 """Turns a Plan and the bytes of a block into what a launch needs: slices, active lanes, rounds.
 
-Assumes a verified Plan. Does not allocate and does not launch; kernel.cuh repeats `piece_range` and `slice_range`
+Assumes a verified Plan. Does not allocate and does not launch; lane.cuh repeats `piece_range` and `slice_range`
 word for word, and both builds take lanes and rounds from here.
 """
 

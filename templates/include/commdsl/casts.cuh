@@ -1,5 +1,5 @@
 // Operations whose operands travel in another element type: one text for the GPU and for the host.
-// Assumes kernel.cuh up to Operands, and slices that begin where stretches of a chunk do. Decides nothing: in which form an operand
+// Assumes lane.cuh, and slices that begin where stretches of a chunk do. Decides nothing: in which form an operand
 // is stands in the tables.
 #pragma once
 

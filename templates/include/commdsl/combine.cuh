@@ -1,5 +1,5 @@
 // Operations on the GPU whose flags travel apart from the data: a block copies and reduces, to every destination at once.
-// Assumes kernel.cuh up to Operands. Decides nothing.
+// Assumes lane.cuh. Decides nothing.
 #pragma once
 
 #include "commdsl/vectors.cuh"

@@ -1,5 +1,5 @@
 // Operations whose data carries its flag, on the host: word after word, the data in plain memory, its flag released behind it.
-// Assumes kernel.cuh up to Operands. A cell has the size it has on the GPU, but another layout: data, then flag.
+// Assumes lane.cuh. A cell has the size it has on the GPU, but another layout: data, then flag.
 //
 // The data is not atomic, so ThreadSanitizer sees a cell that is written again before it was read. A flag is awaited by its one
 // value: what it acquires is what the Plan promises.

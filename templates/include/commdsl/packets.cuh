@@ -1,5 +1,5 @@
 // Operations whose data carries its flag, on the GPU: every thread fetches, combines and sends words of its own, in order.
-// Assumes kernel.cuh up to Operands. Knows no operation but COPY and REDUCE, and decides nothing.
+// Assumes lane.cuh. Knows no operation but COPY and REDUCE, and decides nothing.
 //
 // A word is 8 bytes of data and twice the round's number, stored as two 8-byte halves of data and number: PTX promises that each
 // half arrives whole. A line is 120 bytes of data and the round's number, stored by eight neighbouring threads at once: seven

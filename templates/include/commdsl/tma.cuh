@@ -1,5 +1,5 @@
 // Operations whose data passes through shared memory in bulk copies (TMA), on the GPU: one thread of a lane issues them all.
-// Assumes kernel.cuh up to Mover, sm_90, and Plan's dynamic shared memory. What is not aligned moves as in `bulk`.
+// Assumes lane.cuh, sm_90, and Plan's dynamic shared memory. What is not aligned moves as in `bulk`.
 //
 // A lane has kStages stages. Its n-th fill takes stage n % kStages and ends phase n / kStages of that stage's mbarrier; every
 // fill is stored by one bulk group. So when the load of fill n is issued, the groups up to n - kStages must have left shared

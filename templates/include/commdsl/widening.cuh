@@ -1,5 +1,5 @@
 // Sums in float32 of elements of another type, all in memory of the rank: one text for the GPU and for the host.
-// Assumes kernel.cuh up to Operands, and a Plan that does nothing else: its operations add to a sum, or bring one to where it goes
+// Assumes lane.cuh, and a Plan that does nothing else: its operations add to a sum, or bring one to where it goes
 // on. Decides nothing.
 #pragma once
 
