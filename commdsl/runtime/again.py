@@ -37,17 +37,15 @@ class Again:
         self._met = set[Hashable]()
         self._words: dict[tuple[Region, int], torch.Tensor] = {}
 
-    def __call__(
-        self, region: Region | None, inputs: Sequence[torch.Tensor], own: Sequence[torch.Tensor], make: List
-    ) -> bool:
-        """Makes a call, which has that region, as it was made before, if it was, and says so. `own`: the tensors that a
-        call has besides, of which shapes say how they lie.
+    def __call__(self, region: Region | None, touched: Sequence[torch.Tensor], lie: Hashable, make: List) -> bool:
+        """Makes a call, which has that region, as it was made before, if it was, and says so. `touched`: all tensors
+        that it has; `lie`: how those lie of which shapes do not say it.
         """
         communicator = self._communicator
         if region is None or communicator.is_capturing:  # the region puts calls that share words in order
             return False
         stream = communicator.current_stream
-        key = (region, stream, *map(_address, inputs), *map(_address, own), *map(_stride, inputs))
+        key = (region, stream, lie, *map(_address, touched))
         listing = self._known.get(key) or self._listed(key, make, region, stream)
         if listing is None:
             return False
@@ -82,4 +80,3 @@ class Again:
 
 
 _address = torch.Tensor.data_ptr
-_stride = torch.Tensor.stride

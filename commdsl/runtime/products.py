@@ -27,6 +27,7 @@ from commdsl.runtime import tensors
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.errors import OpError
 from commdsl.runtime.functions import Function
+from commdsl.runtime.kept import keep
 from commdsl.runtime.landing import Region
 from commdsl.runtime.program import Port, Program, Signature, Visits
 from commdsl.runtime.stamps import StampedStreams, Stamps, mark_now
@@ -37,6 +38,9 @@ from commdsl.runtime.visits import Over, Visiting
 if TYPE_CHECKING:
     from commdsl.runtime.again import Again
     from commdsl.runtime.fused import Fused
+
+MAX_LAYOUTS = 64
+"""Of the inputs of a call that are not checked again."""
 
 FLOAT8_SIDE = 16
 """Rows and columns of a factor of float8 that torch multiplies on GPUs are multiples of it."""
@@ -81,6 +85,7 @@ class Multiplying:
             self._again = again.Again(communicator)
         self._plan = visits.plan
         self._sums = any(one.writes[0] in one.reads[2:] for one in _products(visits))
+        self._lie: dict[tuple[tuple[int, ...], ...], None] = {}  # strides of inputs that a call takes
         self._stamps: Stamps | None = None  # of the last call, where they are
 
     @property
@@ -98,14 +103,14 @@ class Multiplying:
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Starts it and returns the new tensors."""
-        for tensor in inputs:
-            if not tensor.is_contiguous():
-                tensors.check(self._name, self._signature, inputs)
+        if (lie := tuple(map(torch.Tensor.stride, inputs))) not in self._lie:
+            tensors.check(self._name, self._signature, inputs)
+            keep(self._lie, lie, None, MAX_LAYOUTS)
         made = [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in self._made]
         between = [inputs[0].new_empty((len(names), *shape), dtype=dtype) for names, shape, dtype in self._between]
         make = partial(self._list, inputs, made, between)
         with self._visiting.region() as region:
-            if self._again is None or not self._again(region, inputs, [*made, *between], make):
+            if self._again is None or not self._again(region, (*inputs, *made, *between), lie, make):
                 self._start(region, inputs, self._places(made, between))
         return made
 
