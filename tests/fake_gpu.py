@@ -34,7 +34,7 @@ from commdsl.machine.config import Config, from_environment
 from commdsl.program.arguments import FAR
 from commdsl.program.memory import Transport
 from commdsl.program.moves import BLOCK_SHARED_BYTES
-from commdsl.runtime import device, far, groups
+from commdsl.runtime import device, far, gate, groups
 
 CONTEXT = 0xC0DE
 ARENA_BYTES = 128 << 20  # NVSHMEM_SYMMETRIC_SIZE
@@ -104,10 +104,16 @@ class FakeGpu:
     """What was asked of the packages, and the state of each rank's thread."""
 
     def __init__(
-        self, ranks: int, blocks_per_sm: int = 2, shared_bytes: int = BLOCK_SHARED_BYTES, major: int = 9
+        self,
+        ranks: int,
+        blocks_per_sm: int = 2,
+        shared_bytes: int = BLOCK_SHARED_BYTES,
+        major: int = 9,
+        sms: int = 132,
     ) -> None:
         self.here = threading.local()
         self.blocks_per_sm = blocks_per_sm
+        self.sms = sms
         self.shared_bytes = shared_bytes
         self.major = major
         self.launched_with: set[int] = set()  # bytes of shared memory
@@ -207,6 +213,7 @@ class FakeGpu:
         patch.setattr(groups, "_make", self._communicator)
         patch.setattr(nvrtc, "build", self._build)
         patch.setattr(far._Started, "arenas", {})
+        patch.setattr(gate.Filled, "orders", {})
 
     def _communicator(self, name: str, member: Any, _: torch.device) -> device.DeviceCommunicator:
         """A tensor of the processor leads to the GPU; what waits there waits for two seconds."""
@@ -243,7 +250,7 @@ class FakeGpu:
         return SimpleNamespace(
             RawModule=lambda path: module(path),
             cuda=SimpleNamespace(
-                Device=lambda _: _Device(132, self.shared_bytes, self.here),
+                Device=lambda _: _Device(self.sms, self.shared_bytes, self.here),
                 Stream=lambda non_blocking, priority=0: self.stream(external=True),
                 Event=lambda disable_timing: self._event(),
                 runtime=SimpleNamespace(

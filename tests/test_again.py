@@ -157,7 +157,7 @@ def made(gpu: FakeGpu, room: Room, monkeypatch: pytest.MonkeyPatch) -> list[Agai
         plain(one, *given)
         _, communicator, program, *_ = given
         one._fused = Products(gpu, program.visits.plan, one._cut.places)  # type: ignore[assignment]
-        one._again = Again(communicator)
+        one._again, one._alone = Again(communicator), communicator.gate.alone
         driver = one._again._driver
         one._again._driver = replace(driver, launch=partial(launch, gpu, driver.launch))
         found.append(one._again)
@@ -245,6 +245,36 @@ def test_streams(gpu: FakeGpu, room: Room, made: list[Again]) -> None:
     run(gpu, body)
     assert [len(one._known) for one in made] == [2] * RANKS
     assert [len(one._words) for one in made] == [2] * RANKS  # each of the allocator of its stream
+
+
+def test_products_of_two_groups(gpu: FakeGpu, room: Room, made: list[Again]) -> None:
+    """Each fills the GPU: on streams of their own they follow one another all the same, plain, from lists and in a
+    capture, where what goes beside them may not have an SM otherwise.
+    """
+    others = commdsl.threads(RANKS)
+
+    def body(rank: int, group: str) -> None:
+        callers = [Caller(gpu, room, name, rank, of) for name, of in ((GATHER, group), (SCATTER, others[rank]))]
+        streams = [gpu.stream(), gpu.stream()]
+
+        def one_behind_another(call: Callable[[Caller], object], times: int) -> None:
+            before = set[int]()
+            for caller, stream in times * [*zip(callers, streams, strict=True)]:
+                with gpu.on(stream):
+                    begin = len(gpu.commands)
+                    call(caller)
+                    mine = [one for one in gpu.commands[begin:] if one.rank == rank]
+                    assert all(before <= one.before for one in mine)
+                    before |= {one.number for one in mine}
+
+        one_behind_another(lambda caller: caller.call(room=callers.index(caller)), 3)
+        with gpu.on(streams[0]), gpu.capturing(2 + rank):
+            streams[1].wait_stream(streams[0])
+            one_behind_another(lambda caller: caller.op(caller.rows, caller.factor, group=caller.group), 1)
+            streams[0].wait_stream(streams[1])
+
+    run(gpu, body)
+    assert [len(one._known) for one in made] == [1] * 2 * RANKS
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -237,6 +237,26 @@ def test_what_is_forgotten() -> None:
     assert [*known] == [3, 4, 5]
 
 
+@pytest.mark.parametrize(("sms", "is_behind"), [(4, True), (16, False)])
+def test_kernels_that_fill_a_gpu(monkeypatch: pytest.MonkeyPatch, sms: int, is_behind: bool) -> None:
+    """Two that do not fit beside each other follow one another over all groups: their blocks wait for those of peers,
+    and two ranks could have begun with different ones. Others are in no order.
+    """
+    gpu = FakeGpu(RANKS, blocks_per_sm=1, sms=sms)
+    gpu.install(monkeypatch)
+    others, op = commdsl.threads(RANKS), commdsl.load("allreduce_ring", ranks=RANKS, tune={"lanes": 4})
+
+    def body(rank: Rank) -> None:
+        for name in (rank.name, others[rank.rank]):
+            with rank.gpu.on(rank.gpu.stream()):
+                op(torch.ones(1 << 16), group=name)
+
+    run(gpu, body)
+    for rank in range(RANKS):
+        first, second = (one for one in gpu.launches if one.rank == rank)
+        assert (first.number in second.before) is is_behind
+
+
 def test_threads_share_an_op(gpu: FakeGpu) -> None:
     """Threads of one rank may call the same op at the same time: each gets the sum, in tensors of its own."""
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from commdsl.runtime import device  # noqa: E402
-from commdsl.runtime.binding import Gpu  # noqa: E402
+from commdsl.runtime.binding import Gpu, capture_id  # noqa: E402
 from commdsl.runtime.errors import CaptureError  # noqa: E402
 from commdsl.runtime.gate import Gate  # noqa: E402
 from commdsl.runtime.stream_order import MARKED_CALLS, StreamOrder  # noqa: E402
@@ -29,12 +29,13 @@ class Calls:
         self.gpu.here.rank = 0
         self.records = 0
         patch.setattr(Event, "record", self._record(Event.record))
-        self.order = StreamOrder(torch, device._capture_id)
+        self.order, filling = (StreamOrder(torch, capture_id) for _ in range(2))
         self.ended = list[BaseException]()
         workspace: Any = SimpleNamespace()
         kernel: Any = SimpleNamespace(launch=lambda _, stream: self.gpu.note(stream))
         prepared: Any = SimpleNamespace(point=lambda *_: None)
-        self._start = device.DeviceStart(Gate(Gpu(0), self.order, self.ended.append), workspace, kernel, prepared)
+        gate = Gate(Gpu(0), self.order, filling, self.ended.append)
+        self._start = device.DeviceStart(gate, workspace, kernel, prepared)
 
     def _record(self, original: Any) -> Any:
         def record(event: Event, stream: Stream) -> None:

@@ -48,3 +48,13 @@ class Gpu:
             if not self.is_bound:
                 self._set_context(self.context)
             yield
+
+
+def capture_id(stream: int) -> int | None:
+    """Which capture a stream is in."""
+    from cuda.bindings import runtime  # where there is a GPU
+
+    error, status, number, *_ = runtime.cudaStreamGetCaptureInfo(stream)
+    if error != runtime.cudaError_t.cudaSuccess:
+        raise DeviceError(f"cudaStreamGetCaptureInfo: {error!r}")
+    return int(number) if status == runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive else None

@@ -21,7 +21,7 @@ from commdsl.program.desk import desk_bytes, notice_bytes
 from commdsl.program.memory import Transport
 from commdsl.program.moves import Moves, Protocol
 from commdsl.program.sizes import Blocks, Launch, device_launch
-from commdsl.runtime.binding import Gpu
+from commdsl.runtime.binding import Gpu, capture_id
 from commdsl.runtime.bootstrap import Bootstrap, Exchange, World
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.desk import Notice
@@ -31,7 +31,7 @@ from commdsl.runtime.engine import EngineKernel
 from commdsl.runtime.error_page import PAGE_BYTES, ErrorPage
 from commdsl.runtime.errors import CaptureError, DeviceError, GroupError
 from commdsl.runtime.far import Arena, arena_of
-from commdsl.runtime.gate import Gate
+from commdsl.runtime.gate import Filled, Gate
 from commdsl.runtime.heap import Extent, Heap
 from commdsl.runtime.kernel import DeviceKernel, Kernel, Prepared, Residence, residence_of
 from commdsl.runtime.program import Program
@@ -60,7 +60,8 @@ class DeviceCommunicator(Communicator):
         self._gpu = Gpu(self.index)
         self._check_members(str(properties.uuid))
         # One for all ops: two kernels at once that both wait for peers could fill the SMs of two ranks crosswise.
-        self.gate = Gate(self._gpu, StreamOrder(torch, _capture_id), self.end_half_way)
+        filling = Filled.order_of(str(properties.uuid))
+        self.gate = Gate(self._gpu, StreamOrder(torch, capture_id), filling, self.end_half_way)
         self.open_desk()
 
     def _check_members(self, uuid: str) -> None:
@@ -173,13 +174,15 @@ class DeviceCommunicator(Communicator):
 class DeviceStart:
     """Starts calls on torch's current stream of one GPU, whichever device and thread it is called from."""
 
-    __slots__ = ("_gate", "_kernel", "_prepared", "workspace")
+    __slots__ = ("_gate", "_kernel", "_launch", "_prepared", "workspace")
 
     def __init__(self, gate: Gate, workspace: Workspace, kernel: Kernel, prepared: Prepared) -> None:
         self.workspace = workspace
         self._gate = gate
         self._kernel = kernel
         self._prepared = prepared
+        fills = isinstance(kernel, DeviceKernel) and 2 * prepared.blocks > kernel.room
+        self._launch = gate.launch_alone if fills else gate.launch
 
     @property
     def launch(self) -> Launch:
@@ -187,7 +190,7 @@ class DeviceStart:
         return self._prepared.launch
 
     def __call__(self, changing: Sequence[int]) -> None:
-        self._gate.launch(self._kernel, self._prepared, changing)
+        self._launch(self._kernel, self._prepared, changing)
 
     def begin(
         self, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
@@ -217,13 +220,3 @@ class DeviceStart:
         with self._gate.lock:
             self._prepared.point(*changing)
             return self._kernel.ask(driver, self._prepared, stream, told, between)
-
-
-def _capture_id(stream: int) -> int | None:
-    """Which capture a stream is in."""
-    from cuda.bindings import runtime  # where there is a GPU
-
-    error, status, number, *_ = runtime.cudaStreamGetCaptureInfo(stream)
-    if error != runtime.cudaError_t.cudaSuccess:
-        raise DeviceError(f"cudaStreamGetCaptureInfo: {error!r}")
-    return int(number) if status == runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive else None

@@ -144,7 +144,7 @@ class DeviceKernel:
             # Once per module, before its first launch: fills in the library's device state.
             nvshmem.bindings.cumodule_init(int(self._module.module.ptr))
         self._launch = cupy.cuda.driver.launchKernel  # the driver's call and no more; the GIL is free meanwhile
-        _refuse_unless_resident(cupy, self.function, residence, device)
+        self.room = _room(cupy, self.function, residence, device)  # blocks that the GPU has at once
 
     def launch(self, prepared: Launchable, stream: int) -> None:
         if prepared.cluster > 1:
@@ -204,13 +204,15 @@ def _refuse_unless_shared(cupy: Any, residence: Residence, device: int) -> None:
         )
 
 
-def _refuse_unless_resident(cupy: Any, function: int, residence: Residence, device: int) -> None:
+def _room(cupy: Any, function: int, residence: Residence, device: int) -> int:
+    """How many of its blocks a GPU has at once: not fewer than wait for each other."""
     name, blocks, lanes = residence.name, residence.blocks, residence.lanes
     occupancy = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor
-    per_sm = occupancy(function, residence.threads, residence.shared_bytes)
+    per_sm = int(occupancy(function, residence.threads, residence.shared_bytes))
     sms = int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
     if blocks > per_sm * sms:
         raise DeviceError(
             f"`{name}` runs {lanes} lanes that wait for each other, in {blocks} blocks of {residence.threads} threads; "
             f"this GPU holds {per_sm * sms} at once ({sms} SMs x {per_sm}); say fewer in `tune {{ lanes ... }}`"
         )
+    return per_sm * sms

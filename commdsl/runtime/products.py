@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -78,11 +79,13 @@ class Multiplying:
             if len(results) == 1 and fused.fits(visits.plan, cut.places, rows, factor, *results):
                 self._fused = fused.Fused(visits.plan, cut.places, rows, factor, *results)
         self._again: Again | None = None
-        if self._fused is not None and not visits.plan.stamped:
+        self._alone: Callable[[], AbstractContextManager[None]] = nullcontext
+        if self._fused is not None:
             from commdsl.runtime import again, device  # where there is a GPU
 
             assert isinstance(communicator, device.DeviceCommunicator)
-            self._again = again.Again(communicator)
+            self._alone = communicator.gate.alone
+            self._again = None if visits.plan.stamped else again.Again(communicator)
         self._plan = visits.plan
         self._sums = any(one.writes[0] in one.reads[2:] for one in _products(visits))
         self._lie: dict[tuple[tuple[int, ...], ...], None] = {}  # strides of inputs that a call takes
@@ -109,7 +112,7 @@ class Multiplying:
         made = [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in self._made]
         between = [inputs[0].new_empty((len(names), *shape), dtype=dtype) for names, shape, dtype in self._between]
         make = partial(self._list, inputs, made, between)
-        with self._visiting.region() as region:
+        with self._visiting.region() as region, self._alone():
             if self._again is None or not self._again(region, (*inputs, *made, *between), lie, make):
                 self._start(region, inputs, self._places(made, between))
         return made

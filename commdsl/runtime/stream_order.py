@@ -75,7 +75,7 @@ class StreamOrder:
     def _mark_late(self) -> None:
         if self._capture_id(self._last.cuda_stream) is not None:
             raise CaptureError(
-                "the op's last call ran on a stream that is being captured now: make this call before the capture, "
+                "the last call ran on a stream that is being captured now: make this call before the capture, "
                 "or on that stream"
             )
         self._record(self._last)
