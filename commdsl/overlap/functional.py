@@ -159,7 +159,7 @@ def _call(name: str, x: Tensor, w: Tensor, group: Any, *scales: Tensor | None) -
     given = [one for one in scales if one is not None]
     if given and torch.is_grad_enabled() and any(one.requires_grad for one in (x, w, *given)):
         raise GradientError(f"`{name}` of {FLOAT8} has no gradient: call it under torch.no_grad()")
-    return _operator(name, _cast(x), _cast(w), groups.name_of(group), *scales)
+    return _operator(name, cast(x), cast(w), groups.name_of(group), *scales)
 
 
 def _operator(name: str, x: Tensor, w: Tensor, group_name: str, *scales: Tensor | None) -> Any:
@@ -170,10 +170,12 @@ def _operator(name: str, x: Tensor, w: Tensor, group_name: str, *scales: Tensor 
     return call(__name__, name, _RUNS[name], (x, w), group_name, *scales)
 
 
-def _cast(x: Tensor) -> Tensor:
+def cast(x: Tensor) -> Tensor:
     """What autocast makes of it."""
     device = x.device.type
-    if not torch.is_autocast_enabled(device) or not x.is_floating_point() or x.dtype in (torch.float64, FLOAT8):
+    if x.is_meta or not torch.is_autocast_enabled(device) or not x.is_floating_point():
+        return x
+    if x.dtype in (torch.float64, FLOAT8):
         return x
     return x.to(torch.get_autocast_dtype(device))
 
