@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402 - after the check for torch
+from torch.autograd import forward_ad  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.profiler import profile  # noqa: E402
 from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
@@ -96,7 +97,39 @@ def transforms(look: Callable[[torch.Tensor], torch.Tensor]) -> list[Callable[[t
     def traced(x: torch.Tensor) -> object:
         return torch.jit.trace(look, x, check_trace=False)
 
-    return [torch.vmap(look), torch.func.functionalize(look), torch.func.grad(lambda x: look(x).sum()), traced]
+    return [torch.vmap(look), torch.func.functionalize(look), traced]
+
+
+def test_gradients_of_functions() -> None:
+    """What torch.func or forward mode makes gradients of is refused, as torch would make zeros, or fail; what has none
+    is not.
+    """
+    (group,) = commdsl.threads(1)
+    x, one = torch.ones(2, 4), torch.ones(2, 4)
+
+    def multiplied(x: torch.Tensor) -> torch.Tensor:
+        return commdsl.overlap.all_gather_matmul(x, one, group=group).sum()
+
+    def shared(x: torch.Tensor) -> torch.Tensor:
+        return (x * multiplied(one)).sum() + (x * multiplied(x.detach())).sum()
+
+    rows = torch.vmap(multiplied)
+    for refused in (
+        lambda: torch.func.grad(multiplied)(x),
+        lambda: torch.func.grad(lambda x: rows(x[None]).sum())(x),
+        lambda: torch.vmap(torch.func.grad(multiplied))(x[None]),
+        lambda: torch.func.jvp(multiplied, (x,), (one,)),
+        lambda: torch.func.jvp(lambda x: rows(x[None]).sum(), (x,), (one,)),
+        lambda: torch.func.grad(lambda x: commdsl.all_reduce(x, group=group).sum())(x),
+    ):
+        with pytest.raises(commdsl.GradientError, match=r"torch\.func\.grad, vjp, jvp"):
+            refused()
+    with forward_ad.dual_level():
+        with pytest.raises(commdsl.GradientError, match="nor in forward mode"):
+            multiplied(forward_ad.make_dual(x, one))
+        assert multiplied(x) == 16
+    assert torch.equal(rows(x[None]), torch.tensor([16.0]))
+    assert torch.equal(torch.func.grad(shared)(x), torch.full((2, 4), 32.0))
 
 
 def test_compiled() -> None:

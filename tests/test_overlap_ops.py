@@ -339,6 +339,19 @@ def test_refusals() -> None:
         for x, w in (((4, 8), (4, 7)), ((8,), (4, 8)), ((4, 8), (8,))):
             with pytest.raises(commdsl.TensorError, match=r"`x` is \(rows, ..., K\) and `w` \(N, K\)"):
                 call(torch.zeros(x), torch.zeros(w), group=group)
+    x = torch.ones(4, 8)
+    numpy, sparse, meta, narrow = x.numpy(), x.to_sparse(), x.to("meta"), x.to(torch.float8_e5m2)
+    for call in (matmul_reduce_scatter, replicated_matmul):
+        for w, words in (
+            (x.double(), "of one dtype and device, got torch.float32 on cpu and torch.float64 on cpu"),
+            (meta, "of one dtype and device, got torch.float32 on cpu and torch.float32 on meta"),
+            (numpy, "got `numpy.ndarray`: pass torch.from_numpy"),
+            (sparse, "takes a dense tensor"),
+        ):
+            with pytest.raises(commdsl.TensorError, match=words):
+                call(x, w, group=group)
+    with pytest.raises(commdsl.TensorError, match="takes no scales, so it multiplies no"):
+        replicated_matmul(narrow, narrow, group=group)
     with pytest.raises(commdsl.TensorError, match="2 ranks share the 5 rows"):
         matmul_reduce_scatter(torch.zeros(5, 8), torch.zeros(4, 8), group=group)
     with pytest.raises(commdsl.TensorError, match="2 ranks share the 5 rows of `w`"):

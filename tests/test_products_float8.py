@@ -140,6 +140,8 @@ def test_refusals() -> None:
             matmul_reduce_scatter(rows, weights, **names, group=group)
         with pytest.raises(commdsl.TensorError, match=words):
             op(rows, weights, *scales, group=group)
+    with pytest.raises(commdsl.TensorError, match=r"got `float`: pass torch\.tensor"):
+        matmul_reduce_scatter(x, w, scale_x=1.0, scale_w=1.0, group=group)
     with pytest.raises(commdsl.TensorError, match="takes 2 tensors, or 2 more, got 3"):
         op(x, w, one, group=group)
     with pytest.raises(commdsl.GradientError, match="has no gradient"):

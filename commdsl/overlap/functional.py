@@ -14,15 +14,16 @@ from typing import Any, TypeAlias
 
 import torch
 
-from commdsl.overlap import gradients
+from commdsl.overlap import gradients, shapes
 from commdsl.overlap.calls import NAMESPACE, call
 from commdsl.overlap.programs import EXCHANGE, GATHER, REDUCE, RETURN, SCATTER, operands, program, program_with_rows
 from commdsl.overlap.sequence import WAYS, multiply_there
-from commdsl.runtime import collective_ops, collectives, groups, menu
+from commdsl.runtime import collective_ops, collectives, groups
 from commdsl.runtime.eager import skips_dispatcher
-from commdsl.runtime.errors import GradientError, TensorError
+from commdsl.runtime.errors import GradientError
+from commdsl.runtime.given import tensor as check_tensor
 from commdsl.runtime.operators import define
-from commdsl.runtime.tensors import FLOAT8, check_scales, made_of
+from commdsl.runtime.tensors import FLOAT8, check_scales
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -145,7 +146,8 @@ def replicated_matmul(x: Tensor, w: Tensor, *, group: Any = None) -> Tensor:
     """Rows that are the same on all ranks times this rank's weights: x (n, ..., K), w (N, K) -> (n, ..., N). Nothing is
     sent but on the way back: the gradient of x is `matmul_all_reduce` of that of the result with w transposed.
 
-    x, w: as for `matmul_all_reduce`, whose gradient of x this is. Raises TensorError (C951), GroupError (C953).
+    x, w: as for `matmul_all_reduce`, whose gradient of x this is, but for float8. Raises TensorError (C951), GroupError
+    (C953).
     """
     return _of_call("replicated_matmul", x, w, group)
 
@@ -157,6 +159,9 @@ def _of_call(name: str, x: Tensor, w: Tensor, group: Any, *scales: Tensor | None
 
 def _call(name: str, x: Tensor, w: Tensor, group: Any, *scales: Tensor | None) -> Any:
     given = [one for one in scales if one is not None]
+    for one in (x, w, *given):
+        if not isinstance(one, Tensor) or one.layout is not torch.strided:
+            check_tensor(name, one)
     if given and torch.is_grad_enabled() and any(one.requires_grad for one in (x, w, *given)):
         raise GradientError(f"`{name}` of {FLOAT8} has no gradient: call it under torch.no_grad()")
     return _operator(name, cast(x), cast(w), groups.name_of(group), *scales)
@@ -184,35 +189,35 @@ def cast(x: Tensor) -> Tensor:
 
 
 def _all_gather_matmul(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> Tensor:
-    return _made(_gathered(x, w, group_name), GATHER, x, w, group_name, given)
+    return _made(shapes.gathered(x, w, group_name), GATHER, x, w, group_name, given)
 
 
 def _all_gather_matmul_rows(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> tuple[Tensor, Tensor]:
     """The rows that were multiplied, too: a gradient of weights is made of them."""
-    shapes = _gathered(x, w, group_name), _rows_of(x, group_name)
-    return _made_with_rows(shapes, GATHER, partial(collectives.all_gather, group=group_name), x, w, group_name, given)
+    made = shapes.gathered(x, w, group_name), shapes.rows_of(x, group_name)
+    return _made_with_rows(made, GATHER, partial(collectives.all_gather, group=group_name), x, w, group_name, given)
 
 
 def _matmul_reduce_scatter(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> Tensor:
-    return _made(_scattered(x, w, group_name), SCATTER, x, w, group_name, given)
+    return _made(shapes.scattered(x, w, group_name), SCATTER, x, w, group_name, given)
 
 
 def _matmul_all_reduce(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> Tensor:
-    return _made(_multiplied(REDUCE, x, w), REDUCE, x, w, group_name, given)
+    return _made(shapes.multiplied(REDUCE, x, w), REDUCE, x, w, group_name, given)
 
 
 def _matmul_all_to_all(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> Tensor:
-    return _made(_exchanged(x, w, group_name), EXCHANGE, x, w, group_name, given)
+    return _made(shapes.exchanged(x, w, group_name), EXCHANGE, x, w, group_name, given)
 
 
 def _all_to_all_matmul(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> Tensor:
-    return _made(_returned(x, w, group_name), RETURN, x, w, group_name, given)
+    return _made(shapes.returned(x, w, group_name), RETURN, x, w, group_name, given)
 
 
 def _all_to_all_matmul_rows(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> tuple[Tensor, Tensor]:
     """What came, too: this rank's rows, a block of columns of each."""
-    shapes = _returned(x, w, group_name), list(x.shape)
-    return _made_with_rows(shapes, RETURN, partial(collectives.all_to_all, group=group_name), x, w, group_name, given)
+    made = shapes.returned(x, w, group_name), list(x.shape)
+    return _made_with_rows(made, RETURN, partial(collectives.all_to_all, group=group_name), x, w, group_name, given)
 
 
 def _made(
@@ -232,7 +237,7 @@ def _made(
 
 
 def _made_with_rows(
-    shapes: tuple[list[Any], list[Any]],
+    wanted: tuple[list[Any], list[Any]],
     operator: str,
     bring: Callable[..., Tensor],
     x: Tensor,
@@ -246,15 +251,15 @@ def _made_with_rows(
     op = program_with_rows(operator, rows, factor, group_name)
     if op is None:
         there = bring(rows)
-        return _shaped(multiply_there(there, factor, *scales), shapes[0]), _shaped(there, shapes[1])
+        return _shaped(multiply_there(there, factor, *scales), wanted[0]), _shaped(there, wanted[1])
     results = op(rows, factor, *scales, group=group_name)
     assert isinstance(results, tuple)
     made, there = results
-    return _shaped(made, shapes[0]), _shaped(there, shapes[1])
+    return _shaped(made, wanted[0]), _shaped(there, wanted[1])
 
 
 def _replicated_matmul(x: Tensor, w: Tensor, group_name: str) -> Tensor:
-    shape = _multiplied("replicated_matmul", x, w)
+    shape = shapes.replicated(x, w)
     return _shaped(torch.mm(x.flatten(0, -2), w.t()), shape)
 
 
@@ -279,98 +284,15 @@ _RUNS: dict[str, Callable[..., Any]] = {
 }
 
 
-# --- shapes -----------------------------------------------------------------------------------------------------------
-
-
-def _gathered(x: Tensor, w: Tensor, group_name: str) -> list[Any]:
-    _check("all_gather_matmul", x, w)
-    return [x.shape[0] * menu.size(group_name), *x.shape[1:-1], w.shape[0]]
-
-
-def _rows_of(x: Tensor, group_name: str) -> list[Any]:
-    return [x.shape[0] * menu.size(group_name), *x.shape[1:]]
-
-
-def _scattered(x: Tensor, w: Tensor, group_name: str) -> list[Any]:
-    _check("matmul_reduce_scatter", x, w)
-    ranks = menu.size(group_name)
-    if x.shape[0] % ranks:
-        raise TensorError(
-            f"`matmul_reduce_scatter`: {ranks} ranks share the {x.shape[0]} rows of `x`, equally many each"
-        )
-    return [x.shape[0] // ranks, *x.shape[1:-1], w.shape[0]]
-
-
-def _exchanged(x: Tensor, w: Tensor, group_name: str) -> list[Any]:
-    _check("matmul_all_to_all", x, w)
-    ranks = menu.size(group_name)
-    if w.shape[0] % ranks:
-        raise TensorError(f"`matmul_all_to_all`: {ranks} ranks share the {w.shape[0]} rows of `w`, equally many each")
-    return [x.shape[0] * ranks, *x.shape[1:-1], w.shape[0] // ranks]
-
-
-def _returned(x: Tensor, w: Tensor, group_name: str) -> list[Any]:
-    ranks = menu.size(group_name)
-    _check(RETURN, x, w, ranks)
-    if x.shape[0] % ranks:
-        raise TensorError(f"`{RETURN}`: {ranks} ranks share the {x.shape[0]} rows of `x`, equally many each")
-    return [x.shape[0] // ranks, *x.shape[1:-1], w.shape[0]]
-
-
-def _multiplied(name: str, x: Tensor, w: Tensor) -> list[Any]:
-    _check(name, x, w)
-    return [*x.shape[:-1], w.shape[0]]
-
-
-def _check(name: str, x: Tensor, w: Tensor, ranks: int = 1) -> None:
-    """`ranks`: as many times as deep as rows are weights."""
-    if x.dim() < 2 or w.dim() != 2 or x.shape[-1] * ranks != w.shape[1]:
-        shapes = f"{tuple(x.shape)} and {tuple(w.shape)}"
-        depth = f"{ranks} * K" if ranks > 1 else "K"
-        raise TensorError(f"`{name}`: `x` is (rows, ..., K) and `w` (N, {depth}), got {shapes}")
-
-
-def _fake_gather(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
-    return x.new_empty(_gathered(x, w, group_name), dtype=made_of(x.dtype))
-
-
-def _fake_rows(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _fake_gather(x, w, group_name), x.new_empty(_rows_of(x, group_name))
-
-
-def _fake_scatter(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
-    return x.new_empty(_scattered(x, w, group_name), dtype=made_of(x.dtype))
-
-
-def _fake_reduce(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
-    return x.new_empty(_multiplied(REDUCE, x, w), dtype=made_of(x.dtype))
-
-
-def _fake_exchange(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
-    return x.new_empty(_exchanged(x, w, group_name), dtype=made_of(x.dtype))
-
-
-def _fake_return(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
-    return x.new_empty(_returned(x, w, group_name), dtype=made_of(x.dtype))
-
-
-def _fake_return_rows(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _fake_return(x, w, group_name), x.new_empty(x.shape)
-
-
-def _fake_replicated(x: Tensor, w: Tensor, group_name: str) -> Tensor:
-    return x.new_empty(_multiplied("replicated_matmul", x, w))
-
-
 _OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., None]]] = {
-    "all_gather_matmul": (_fake_gather, gradients.gather_back, gradients.keep),
-    "all_gather_matmul_rows": (_fake_rows, gradients.rows_back, gradients.keep_rows),
-    "matmul_reduce_scatter": (_fake_scatter, gradients.scatter_back, gradients.keep),
-    "matmul_all_reduce": (_fake_reduce, gradients.reduce_back, gradients.keep),
-    "matmul_all_to_all": (_fake_exchange, gradients.exchange_back, gradients.keep),
-    "all_to_all_matmul": (_fake_return, gradients.return_back, gradients.keep),
-    "all_to_all_matmul_rows": (_fake_return_rows, gradients.return_rows_back, gradients.keep_rows),
-    "replicated_matmul": (_fake_replicated, gradients.replicated_back, gradients.keep),
+    "all_gather_matmul": (shapes.fake_gather, gradients.gather_back, gradients.keep),
+    "all_gather_matmul_rows": (shapes.fake_rows, gradients.rows_back, gradients.keep_rows),
+    "matmul_reduce_scatter": (shapes.fake_scatter, gradients.scatter_back, gradients.keep),
+    "matmul_all_reduce": (shapes.fake_reduce, gradients.reduce_back, gradients.keep),
+    "matmul_all_to_all": (shapes.fake_exchange, gradients.exchange_back, gradients.keep),
+    "all_to_all_matmul": (shapes.fake_return, gradients.return_back, gradients.keep),
+    "all_to_all_matmul_rows": (shapes.fake_return_rows, gradients.return_rows_back, gradients.keep_rows),
+    "replicated_matmul": (shapes.fake_replicated, gradients.replicated_back, gradients.keep),
 }
 """What each gives without data, how its gradients are made, and what keeps what they need."""
 
@@ -389,7 +311,7 @@ def _library() -> torch.library.Library:
     collective_ops.library()  # of gradients
     for name, (fake, back, keep) in _OPERATORS.items():
         results = "(Tensor, Tensor)" if name.endswith("_rows") else "Tensor"
-        scales = "" if fake is _fake_replicated else ", Tensor? scale_x=None, Tensor? scale_w=None"
+        scales = "" if fake is shapes.fake_replicated else ", Tensor? scale_x=None, Tensor? scale_w=None"
         define(made, f"{name}(Tensor x, Tensor w, str group_name{scales}) -> {results}", _RUNS[name], fake)
         torch.library.register_autograd(
             f"{NAMESPACE}::{name}", partial(gradients.padded, back), setup_context=keep, lib=made

@@ -15,6 +15,7 @@ from commdsl.machine.config import from_environment
 from commdsl.planner.tuning import selection
 from commdsl.planner.tuning.selection import COLLECTIVES, Choice
 from commdsl.runtime import collective_ops, given, groups, menu
+from commdsl.runtime.eager import refuse_transforms
 from commdsl.runtime.given import Patience, Reduction
 from commdsl.runtime.work import CopyBack
 
@@ -221,7 +222,12 @@ def _is_traced(name: str, x: torch.Tensor) -> bool:
     """Whether torch looks on: a graph is being recorded, of calls or of gradients. Refuses what is no dense tensor."""
     if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
         given.tensor(name, x)
-    return torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled())
+    if torch.compiler.is_compiling():
+        return True
+    has_gradient = x.requires_grad and torch.is_grad_enabled()
+    if has_gradient:
+        refuse_transforms((x,))
+    return has_gradient
 
 
 def _ops() -> Any:

@@ -1,0 +1,106 @@
+"""Turns the shapes of rows and weights into those of what an operator gives, also of tensors without data; refuses what
+is no product.
+
+Assumes nothing of what is given but that it is tensors. Does not look at strides, nor at scales.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+
+from commdsl.runtime import menu
+from commdsl.runtime.errors import TensorError
+from commdsl.runtime.tensors import made_of
+
+Tensor: TypeAlias = torch.Tensor
+
+
+def gathered(x: Tensor, w: Tensor, group_name: str) -> list[Any]:
+    check("all_gather_matmul", x, w)
+    return [x.shape[0] * menu.size(group_name), *x.shape[1:-1], w.shape[0]]
+
+
+def rows_of(x: Tensor, group_name: str) -> list[Any]:
+    return [x.shape[0] * menu.size(group_name), *x.shape[1:]]
+
+
+def scattered(x: Tensor, w: Tensor, group_name: str) -> list[Any]:
+    check("matmul_reduce_scatter", x, w)
+    ranks = menu.size(group_name)
+    if x.shape[0] % ranks:
+        raise TensorError(
+            f"`matmul_reduce_scatter`: {ranks} ranks share the {x.shape[0]} rows of `x`, equally many each"
+        )
+    return [x.shape[0] // ranks, *x.shape[1:-1], w.shape[0]]
+
+
+def exchanged(x: Tensor, w: Tensor, group_name: str) -> list[Any]:
+    check("matmul_all_to_all", x, w)
+    ranks = menu.size(group_name)
+    if w.shape[0] % ranks:
+        raise TensorError(f"`matmul_all_to_all`: {ranks} ranks share the {w.shape[0]} rows of `w`, equally many each")
+    return [x.shape[0] * ranks, *x.shape[1:-1], w.shape[0] // ranks]
+
+
+def returned(x: Tensor, w: Tensor, group_name: str) -> list[Any]:
+    ranks = menu.size(group_name)
+    check("all_to_all_matmul", x, w, ranks)
+    if x.shape[0] % ranks:
+        raise TensorError(f"`all_to_all_matmul`: {ranks} ranks share the {x.shape[0]} rows of `x`, equally many each")
+    return [x.shape[0] // ranks, *x.shape[1:-1], w.shape[0]]
+
+
+def multiplied(name: str, x: Tensor, w: Tensor) -> list[Any]:
+    check(name, x, w)
+    return [*x.shape[:-1], w.shape[0]]
+
+
+def replicated(x: Tensor, w: Tensor) -> list[Any]:
+    if x.is_floating_point() and x.element_size() == 1:
+        raise TensorError(f"`replicated_matmul` takes no scales, so it multiplies no {x.dtype}")
+    return multiplied("replicated_matmul", x, w)
+
+
+def check(name: str, x: Tensor, w: Tensor, ranks: int = 1) -> None:
+    """`ranks`: as many times as deep as rows are weights."""
+    if x.dtype != w.dtype or x.device != w.device:
+        kinds = f"{x.dtype} on {x.device} and {w.dtype} on {w.device}"
+        raise TensorError(f"`{name}`: `x` and `w` are of one dtype and device, got {kinds}")
+    if x.dim() < 2 or w.dim() != 2 or x.shape[-1] * ranks != w.shape[1]:
+        shapes = f"{tuple(x.shape)} and {tuple(w.shape)}"
+        depth = f"{ranks} * K" if ranks > 1 else "K"
+        raise TensorError(f"`{name}`: `x` is (rows, ..., K) and `w` (N, {depth}), got {shapes}")
+
+
+def fake_gather(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
+    return x.new_empty(gathered(x, w, group_name), dtype=made_of(x.dtype))
+
+
+def fake_rows(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+    return fake_gather(x, w, group_name), x.new_empty(rows_of(x, group_name))
+
+
+def fake_scatter(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
+    return x.new_empty(scattered(x, w, group_name), dtype=made_of(x.dtype))
+
+
+def fake_reduce(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
+    return x.new_empty(multiplied("matmul_all_reduce", x, w), dtype=made_of(x.dtype))
+
+
+def fake_exchange(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
+    return x.new_empty(exchanged(x, w, group_name), dtype=made_of(x.dtype))
+
+
+def fake_return(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
+    return x.new_empty(returned(x, w, group_name), dtype=made_of(x.dtype))
+
+
+def fake_return_rows(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+    return fake_return(x, w, group_name), x.new_empty(x.shape)
+
+
+def fake_replicated(x: Tensor, w: Tensor, group_name: str) -> Tensor:
+    return x.new_empty(replicated(x, w))
