@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from thread_ranks import in_group  # noqa: E402 - after the check for torch
+from thread_ranks import in_group, outcomes  # noqa: E402 - after the check for torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402 - as above
 from traced import assert_as_eager  # noqa: E402 - as above
 
@@ -330,6 +330,20 @@ def test_programs() -> None:
         for dtype, columns in ((torch.float32, 16), (torch.bfloat16, 12)):
             x, w = (torch.empty(rows, columns, dtype=dtype, device="cuda") for rows in (1024, 8))
             assert programs.program(programs.GATHER, x, w, group) is None
+
+
+@pytest.mark.parametrize("call", [call for call, _ in WAYS], ids=NAMES)
+def test_ranks_agree_on_rows(call: Any) -> None:
+    """As many bytes in rows of another length are another call."""
+    half, (x, w) = given(call, 2, rows=8), given(call, 2, rows=4)
+    if call in (*GATHERING, all_to_all_matmul):
+        x, w = ([torch.cat([one, one], 1) for one in of_all] for of_all in (x, w))
+    else:
+        w = [torch.cat([one, one]) for one in w]
+    names = commdsl.threads(2)
+    for error in outcomes(2, lambda rank: call(*(of_all[rank] for of_all in (half, (x, w))[rank]), group=names[rank])):
+        assert isinstance(error, commdsl.AgreementError)
+        assert "in rows of" in str(error)
 
 
 def test_refusals() -> None:

@@ -246,6 +246,8 @@ def test_refusals() -> None:
         ((ones(2, 8), ones(3, 8), ones(8)), r"`weight` is \(K,\)"),
         ((ones(2, 8), ones(2, 8), ones(8).double()), "one floating dtype"),
         ((ones(2, 8).int(), ones(2, 8).int(), ones(8).int()), "one floating dtype"),
+        ((ones(2, 8), ones(2, 8).numpy(), ones(8)), "got `numpy.ndarray`"),
+        ((ones(2, 8), ones(2, 8), None), "got `None`"),
         ((ones(2, 8), ones(2, 8, device="meta"), ones(8)), "on one device, got cpu, meta and cpu"),
     ):
         with pytest.raises(commdsl.TensorError, match=words):

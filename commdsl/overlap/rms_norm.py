@@ -20,6 +20,7 @@ from commdsl.overlap.programs import row_program
 from commdsl.runtime import collectives, groups
 from commdsl.runtime.errors import CaptureError, TensorError
 from commdsl.runtime.given import Asked
+from commdsl.runtime.given import tensor as check_tensor
 from commdsl.runtime.operators import define
 
 Tensor: TypeAlias = torch.Tensor
@@ -44,6 +45,9 @@ def all_reduce_rms_norm(
     Raises TensorError (C951), GroupError (C953), AgreementError (C964) where ranks of one launch have another eps, and
     CaptureError (C955) in a capture that no call with this eps went before.
     """
+    for one in (x, residual, weight):
+        if not isinstance(one, Tensor) or one.layout is not torch.strided:
+            check_tensor("all_reduce_rms_norm", one)
     found: tuple[Tensor, Tensor] = call(
         __name__, "all_reduce_rms_norm", _run, (x, residual, weight), eps, groups.name_of(group)
     )

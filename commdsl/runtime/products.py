@@ -32,7 +32,7 @@ from commdsl.runtime.kept import keep
 from commdsl.runtime.landing import Region
 from commdsl.runtime.program import Port, Program, Signature, Visits
 from commdsl.runtime.stamps import StampedStreams, Stamps, mark_now
-from commdsl.runtime.starts import prepared
+from commdsl.runtime.starts import prepared, rows_that_travel
 from commdsl.runtime.streams import Streams
 from commdsl.runtime.visits import Over, Visiting
 
@@ -203,7 +203,7 @@ def multiplying(
     visits = program.visits
     assert visits is not None
     cut = Cut(program.signature, visits, communicator.rank).given(inputs)
-    starts = prepared(communicator, visits, cut, "sum", seconds)
+    starts = prepared(communicator, visits, cut, "sum", seconds, rows_that_travel(visits, cut))
     visiting = Visiting(name, communicator, visits, cut, starts, seconds, owner)
     return Multiplying(name, communicator, program, visiting, inputs)
 

@@ -46,6 +46,15 @@ def travelling(visits: Visits, inputs: Sequence[torch.Tensor]) -> list[torch.Ten
     return [one for port, one in zip(visits.signature.inputs, inputs, strict=True) if port.name in names]
 
 
+def rows_that_travel(visits: Visits, inputs: Sequence[torch.Tensor]) -> str:
+    """How long they are, in words: as many bytes may be fewer rows, which are longer."""
+    ports = [*dict.fromkeys(port_of(launch.moved) for launch in launches(visits.plan))]
+    types = (tensors.dtype_of(visits.signature, port, inputs) for port in ports)
+    shapes = tensors.shapes(visits.signature, inputs, ports)
+    lengths = {shape[-1] * dtype.itemsize for shape, dtype in zip(shapes, types, strict=True)}
+    return f"in rows of {' and '.join(map(str, sorted(lengths)))} bytes"
+
+
 def prepared(
     communicator: Communicator,
     visits: Visits,
