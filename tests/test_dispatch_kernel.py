@@ -266,5 +266,5 @@ def test_bodies_neither_wait_nor_tell() -> None:
         r"\b(watch|poll|store_release|store_marked|raise_flag|send_value|send_marked|see_marked|complete|(?:tell|meet|read)_(?:addresses|done|complete|calls|sent))\("
     )
     runs = ("runs.cuh", "host_runs.hpp", "carrier.cuh")
-    for name in ("rows.cuh", "keys.cuh", "back.cuh", "again.cuh", "entries.cuh", *runs):
+    for name in ("rows.cuh", "keyed.cuh", "keys.cuh", "returning.cuh", "back.cuh", "again.cuh", "entries.cuh", *runs):
         assert not orders.search((folder / name).read_text(encoding="utf-8")), name
