@@ -87,6 +87,23 @@ BEHIND = """schedule behind for P ranks where P >= 2 {
 """Sums in float32, of what a function makes of keys of another type."""
 
 
+ALONE = """schedule alone for P ranks where P >= 2 {
+  inout kv
+  output first
+  ensure rotation(kv)
+  ensure each r where r == 0 { first == kv @ 1 }
+
+  each r where r == 1 { put kv -> first @ 0 }
+  yield attend(kv)
+  for s in 1 ..< P {
+    each r { put kv -> kv @ (r + 1) % P }
+    yield attend(kv)
+  }
+}
+"""
+"""One rank alone has a result: what the others return of it is free."""
+
+
 def compiled(text: str, ranks: int) -> compiler.CompiledSchedule:
     made = compiler.compile(compiler.read_text(text, "classes.comm", Path()), ranks=ranks)
     assert isinstance(made, compiler.CompiledSchedule)
@@ -210,7 +227,7 @@ def test_oracle() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int64", "float8_e4m3fn"])
-@pytest.mark.parametrize("text", [CARRY, HEADS, BEHIND], ids=["carry", "heads", "behind"])
+@pytest.mark.parametrize("text", [CARRY, HEADS, BEHIND, ALONE], ids=["carry", "heads", "behind", "alone"])
 def test_run(text: str, dtype: str) -> None:
     """Every launch runs on host ranks in its own type, and what is handed over is the oracle's, bit for bit."""
     found = trial(compiled(text, 3), Settings(3000, dtype, None, False, False))

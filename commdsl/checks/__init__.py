@@ -8,7 +8,8 @@ message. A new law is a function and a line here. Does not raise.
     cycles, topology, roles, engine, settings   what the machine has
     bounds, inputs, overlap, undefined, size_classes, lengths, classes   what a step may touch
     casts, operations   in which element type it travels, and how it is combined
-    promises, conservation, factors, rotations, returns, determinism, useless   what is promised, kept, and in vain
+    promises, conservation, factors, rotations, returns, determinism   what is promised, and kept
+    useless, untouched   what is in vain
     plans, routes   a plan of documents and where its rows go
     built, tasks   what no kernel runs
     rest   what there is to judge where moves have no meaning
@@ -44,6 +45,7 @@ from commdsl.checks.settings import idle_landing, idle_matmul, parting_tile
 from commdsl.checks.size_classes import unequal_sizes
 from commdsl.checks.topology import missing_links
 from commdsl.checks.undefined import undefined_reads
+from commdsl.checks.untouched import untouched_chunks
 from commdsl.checks.useless import useless_statements
 from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.plans import DispatchPlan, Routing
@@ -92,7 +94,7 @@ RULES: tuple[tuple[Rule, ...], ...] = (
     (mixed_casts, mixed_operations, parting_tile),
     (unsaid_roundings, unsaid_factors, wrong_pairs, other_operations),
     (broken_returns,),
-    (useless_statements, idle_promises),
+    (useless_statements, idle_promises, untouched_chunks),
 )
 
 VISITED_RULES: tuple[tuple[VisitedRule, ...], ...] = (

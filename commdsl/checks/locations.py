@@ -135,6 +135,14 @@ class Located:
         made = np.ones(self.size - self.nowhere - 1, np.bool_)
         return np.append(self.over_locations(given, nowhere=1).astype(np.bool_), made)
 
+    def left(self) -> NDArray[np.bool_]:
+        """Which locations hold anything at the end: those given, and what moves and tasks write."""
+        found = self.given()
+        for step in self.steps:
+            for places in [step.writes] if isinstance(step, LocatedTask) else [moves.dest for moves in step.moves]:
+                found[places] = True
+        return found
+
     def of_factors(self) -> NDArray[np.bool_]:
         """Which locations are those of factors."""
         factors = {factor for _, factor, _ in self.schedule.products}

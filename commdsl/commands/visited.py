@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from math import isqrt
 
 import numpy as np
+from numpy.typing import NDArray
 
 from commdsl.build import host_run
+from commdsl.checks.locations import Located
 from commdsl.compiler import CompiledSchedule
 from commdsl.ir import interpret
 from commdsl.ir.classes import types
@@ -31,6 +33,8 @@ class Visited:
 
     def __init__(self, schedule: Schedule, elements: int, dtype: DType) -> None:
         self._schedule = schedule
+        self._located = Located(schedule)
+        self._written = self._located.left()
         self._elements = elements
         self._types = tuple(types(schedule, dtype).values())
         self._bodies = [step for step in schedule.steps if isinstance(step, Yield) and step.name is not None]
@@ -67,11 +71,13 @@ class Visited:
         """The bytes that a yield hands over of the buffer it reads in that place."""
         if now.step.reads[at] not in self._schedule.visiting(now.step):
             return array.tobytes()
-        buffer, data = self._schedule.buffers[now.step.reads[at]], array.tobytes()
-        block_bytes, parts = len(data) // buffer.blocks, list[bytes]()
-        for chunk in np.flatnonzero(now.fresh[at][rank]).tolist():
-            parts.append(data[slice(*chunk_range([block_bytes] * buffer.blocks, buffer.cut, chunk))])
-        return b"".join(parts)
+        return self._chunks(now.step.reads[at], array, np.flatnonzero(now.fresh[at][rank]))
+
+    def _chunks(self, number: int, array: Array, chunks: NDArray[np.int64]) -> bytes:
+        """Those of a buffer, one behind another."""
+        buffer, data = self._schedule.buffers[number], array.tobytes()
+        lengths = [len(data) // buffer.blocks] * buffer.blocks
+        return b"".join(data[slice(*chunk_range(lengths, buffer.cut, chunk))] for chunk in chunks.tolist())
 
     def compare(
         self,
@@ -120,11 +126,17 @@ class Visited:
                 case Return():
                     for kept in phase.reads:
                         for rank in ranks:
-                            array = expected.outputs[kept.name][rank]
-                            compared += array.nbytes
-                            if array.tobytes() != held[kept][rank].tobytes():
+                            wanted_here = self._left(kept, rank, expected.outputs[kept.name][rank])
+                            compared += len(wanted_here)
+                            if wanted_here != self._left(kept, rank, held[kept][rank]):
                                 return compared, f"`{kept.name}` on rank {rank} comes back otherwise"
         return compared, ""
+
+    def _left(self, kept: Kept, rank: int, array: Array) -> bytes:
+        """The bytes of a result that the schedule writes; what it leaves is free."""
+        number = next(at for at, buffer in enumerate(self._schedule.buffers) if buffer.name == kept.name)
+        written = self._written[self._located.whole(number)[rank]]
+        return self._chunks(number, array, np.flatnonzero(written))
 
 
 def _over(before: Sequence[Array], left: Sequence[Array], moves: Moves, number: int) -> list[Array]:
