@@ -94,8 +94,11 @@ RULES: tuple[tuple[Rule, ...], ...] = (
     (mixed_casts, mixed_operations, parting_tile),
     (unsaid_roundings, unsaid_factors, wrong_pairs, other_operations),
     (broken_returns,),
-    (useless_statements, idle_promises, untouched_chunks),
+    (useless_statements, idle_promises),
 )
+
+WARNINGS: tuple[tuple[Rule, ...], ...] = ((untouched_chunks,),)
+"""What may be meant so; nothing that is proved."""
 
 VISITED_RULES: tuple[tuple[VisitedRule, ...], ...] = (
     (lambda _, plan: order_of_visits(plan),),
@@ -137,7 +140,7 @@ def check_schedule(schedule: Schedule) -> tuple[Diagnostic, ...]:
     """Every broken law of the first group that finds an error, what is wrong besides, and the warnings up to there."""
     located = Located(schedule)
     beside = _run(BESIDE, lambda rule: rule(located))
-    found = _run(RULES, lambda rule: rule(located))
+    found = _run((*RULES, *WARNINGS), lambda rule: rule(located))
     found += _beside_outside(schedule, found)
     return tuple(_with_calls(schedule, one) for one in (*beside, *found))
 
