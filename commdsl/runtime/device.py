@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -129,8 +130,9 @@ class DeviceCommunicator(Communicator):
         beside = self._beside.of_torch
         made = TwoStreams(self.index, beside)
         # In order with other calls now: a mark made late would be behind a product that waits for what goes beside.
-        with torch.cuda.stream(beside), self.gate.open(beside):
-            return made
+        with torch.cuda.stream(beside):
+            self.gate.start(beside, nothing)
+        return made
 
     @property
     def beside(self) -> int:
@@ -152,8 +154,7 @@ class DeviceCommunicator(Communicator):
         """A call from its beginning to its end, of which what other calls come behind is what goes beside the caller's
         stream: as that of `DeviceStart.begin`. The caller's is not to be waited for, where a product waits for others.
         """
-        with self.gate.open(self._beside.of_torch):
-            play(calls)
+        self.gate.start(self._beside.of_torch, partial(play, calls))
 
     def bound(self) -> contextlib.AbstractContextManager[None]:
         """In it the thread has this GPU."""
@@ -202,13 +203,16 @@ class DeviceStart:
             self(changing)
             return nothing
         stream = torch.cuda.current_stream(self._gate.gpu.index)
-        with self._gate.open(stream):
+
+        def begun() -> Callable[[], None]:
             self._prepared.point(*changing)
-            rest = kernel.begin(self._prepared, stream.cuda_stream, told, between)
+            return kernel.begin(self._prepared, stream.cuda_stream, told, between)
+
+        rest = self._gate.start(stream, begun)
 
         def end() -> None:
-            with torch.cuda.stream(stream), self._gate.open(stream):
-                rest()
+            with torch.cuda.stream(stream):
+                self._gate.start(stream, rest)
 
         return end
 

@@ -10,16 +10,18 @@ take those SMs, neither would go on before a time-out. So ranks begin them in on
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from commdsl.runtime.binding import Gpu, capture_id
 from commdsl.runtime.kernel import Kernel, Prepared
 from commdsl.runtime.stream_order import StreamOrder
+
+Made = TypeVar("Made")
 
 
 class Filled:
@@ -57,8 +59,7 @@ class Gate:
             prepared.point(*changing)
             stream = gpu.stream_handle(gpu.index)
             if stream != order.quiet or gpu.current_context() != gpu.context or gpu.capturing():
-                with self._open(torch.cuda.current_stream(gpu.index)):
-                    kernel.launch(prepared, stream)
+                self._start(torch.cuda.current_stream(gpu.index), partial(kernel.launch, prepared, stream))
                 return
             try:
                 kernel.launch(prepared, stream)
@@ -68,41 +69,36 @@ class Gate:
 
     def launch_alone(self, kernel: Kernel, prepared: Prepared, changing: Sequence[int]) -> None:
         """As `launch`, of one that fills the GPU."""
-        with self.alone():
-            self.launch(kernel, prepared, changing)
+        self.alone(partial(self.launch, kernel, prepared, changing))
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """For a call that fills the GPU, and begins and ends on torch's current stream: behind the last one that does.
-        Nothing in it meets other ranks: they may have begun with another group.
+    def alone(self, call: Callable[[], Made]) -> Made:
+        """Makes a call that fills the GPU, and begins and ends on torch's current stream, behind the last one that
+        does. Nothing in it meets other ranks: they may have begun with another group.
         """
         gpu, order = self.gpu, self._filling
         with order.lock, gpu.bound():
             if gpu.stream_handle(gpu.index) == order.quiet and not gpu.capturing():
-                yield
-                return
+                return call()
             stream = torch.cuda.current_stream(gpu.index)
             order.enter(stream)
             try:
-                yield
+                return call()
             finally:
                 order.leave(stream)
 
-    @contextlib.contextmanager
-    def open(self, stream: Any) -> Iterator[None]:
-        """For what is started on that stream in it. Ctrl-C ends nothing half way where all of it is one list."""
-        with self.lock, self._open(stream):
-            yield
+    def start(self, stream: Any, what: Callable[[], Made]) -> Made:
+        """Starts something on that stream. Ctrl-C ends nothing half way where all of it is one list."""
+        with self.lock:
+            return self._start(stream, what)
 
-    @contextlib.contextmanager
-    def _open(self, stream: Any) -> Iterator[None]:
-        """As `open`, with the lock."""
+    def _start(self, stream: Any, what: Callable[[], Made]) -> Made:
+        """As `start`, with the lock."""
         with self.gpu.bound():
             is_captured = self.gpu.capturing()
             self._order.enter(stream)  # or refuses, and nothing has begun
             try:
                 try:
-                    yield
+                    return what()
                 finally:
                     self._order.leave(stream)
             except Exception as error:

@@ -47,7 +47,11 @@ class Region:
         self._order = order
         self.is_kept |= order.follow(self.last)
 
-    def leave(self) -> None:
+    def __enter__(self) -> Region:
+        """For a call, which has taken it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """It ends, or has not begun."""
         order, self._order = self._order, None
         try:

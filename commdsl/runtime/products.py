@@ -8,9 +8,9 @@ says `matmul library`, each is one of torch's.
 
 from __future__ import annotations
 
+import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -79,7 +79,7 @@ class Multiplying:
             if len(results) == 1 and fused.fits(visits.plan, cut.places, rows, factor, *results):
                 self._fused = fused.Fused(visits.plan, cut.places, rows, factor, *results)
         self._again: Again | None = None
-        self._alone: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._alone: Callable[[Callable[[], None]], None] = operator.call
         if self._fused is not None:
             from commdsl.runtime import again, device  # where there is a GPU
 
@@ -111,11 +111,21 @@ class Multiplying:
             keep(self._lie, lie, None, MAX_LAYOUTS)
         made = [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in self._made]
         between = [inputs[0].new_empty((len(names), *shape), dtype=dtype) for names, shape, dtype in self._between]
-        make = partial(self._list, inputs, made, between)
-        with self._visiting.region() as region, self._alone():
-            if self._again is None or not self._again(region, (*inputs, *made, *between), lie, make):
-                self._start(region, inputs, self._places(made, between))
+        with self._visiting.region() as region:
+            self._alone(partial(self._call, region, inputs, made, between, lie))
         return made
+
+    def _call(
+        self,
+        region: Region | None,
+        inputs: Sequence[torch.Tensor],
+        made: Sequence[torch.Tensor],
+        between: Sequence[torch.Tensor],
+        lie: Hashable,
+    ) -> None:
+        make = partial(self._list, inputs, made, between)
+        if self._again is None or not self._again(region, (*inputs, *made, *between), lie, make):
+            self._start(region, inputs, self._places(made, between))
 
     def _places(self, made: Sequence[torch.Tensor], between: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """By name what a call writes."""

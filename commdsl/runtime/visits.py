@@ -9,8 +9,8 @@ join before any of them is given back to it. Those that peers put to lie in symm
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, TypeAlias, assert_never
 
@@ -56,6 +56,7 @@ class Visiting:
         self._plan = visits.plan
         self._order = tuple(zip(started(visits.plan), ended(visits.plan), strict=True))
         self._starts = starts  # none where there are no bytes to move
+        self._workspaces = tuple({start.workspace: None for turns in starts.values() for start in turns})
         self._owner = owner
         self._awaited = frozenset(_awaited(visits.plan))
         phases = [phase for phase in visits.plan.phases if isinstance(phase, Visit)]
@@ -89,9 +90,8 @@ class Visiting:
 
     def serves(self, behind: object) -> bool:
         """As `Call.serves`."""
-        starts = [start for turns in self._starts.values() for start in turns]
-        open_ = bool(starts) and not any(start.workspace.is_closed for start in starts)
-        return open_ and behind is self._owner()
+        spaces = self._workspaces
+        return bool(spaces) and not any(one.is_closed for one in spaces) and behind is self._owner()
 
     def __call__(
         self,
@@ -173,18 +173,12 @@ class Visiting:
         ]
         return launched, [alone(Task(f"{kept.name} [copy out]", False)) for kept in self._taken]
 
-    @contextlib.contextmanager
-    def region(self) -> Iterator[Region | None]:
+    def region(self) -> AbstractContextManager[Region | None]:
         """Where what lands is in this call, if one can be made; None where nothing does."""
         self._communicator.ready()
         if not self._landed.nbytes:
-            yield None
-            return
-        region = self._communicator.region(self._name, self._landed.nbytes, self._seconds)
-        try:
-            yield region
-        finally:
-            region.leave()
+            return nullcontext()
+        return self._communicator.region(self._name, self._landed.nbytes, self._seconds)
 
     def _run(
         self,
