@@ -244,7 +244,6 @@ def test_streams(gpu: FakeGpu, room: Room, made: list[Again]) -> None:
 
     run(gpu, body)
     assert [len(one._known) for one in made] == [2] * RANKS
-    assert [len(one._words) for one in made] == [2] * RANKS  # each of the allocator of its stream
 
 
 def test_products_of_two_groups(gpu: FakeGpu, room: Room, made: list[Again]) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +26,7 @@ from commdsl.runtime.bootstrap import Board, ThreadBootstrap  # noqa: E402
 from commdsl.runtime.device import DeviceCommunicator  # noqa: E402
 from commdsl.runtime.errors import BrokenGroupError, CaptureError, DeviceError, GroupError, HeapError  # noqa: E402
 from commdsl.runtime.kept import keep  # noqa: E402
+from commdsl.runtime.lasting import lasting  # noqa: E402
 
 RANKS = 2
 
@@ -255,6 +260,40 @@ def test_kernels_that_fill_a_gpu(monkeypatch: pytest.MonkeyPatch, sms: int, is_b
     for rank in range(RANKS):
         first, second = (one for one in gpu.launches if one.rank == rank)
         assert (first.number in second.before) is is_behind
+
+
+def test_what_is_kept_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is CuPy's memory, as torch's may be of the pool of a graph; where there is none, torch lets go of what it has
+    for nobody.
+    """
+    memory, asked = (ctypes.c_uint8 * 64)(), list[int]()
+
+    class OutOfMemoryError(MemoryError): ...
+
+    def malloc(nbytes: int) -> Any:
+        asked.append(nbytes)
+        if len(asked) == 1:
+            raise OutOfMemoryError
+        return SimpleNamespace(ptr=ctypes.addressof(memory))
+
+    def as_tensor(held: Any, device: Any) -> Any:
+        where, size = held.__cuda_array_interface__["data"][0], held.__cuda_array_interface__["shape"][0]
+        assert device == torch.device("cuda", 1)
+        return torch.frombuffer((ctypes.c_uint8 * size).from_address(where), dtype=torch.uint8)
+
+    cuda = SimpleNamespace(
+        Device=lambda _: contextlib.nullcontext(), memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError)
+    )
+    pool = SimpleNamespace(malloc=malloc)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, get_default_memory_pool=lambda: pool))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asked.append(-1))
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    given = torch.arange(6, dtype=torch.int64).view(2, 3)
+    found = lasting(given, torch.device("cuda", 1))
+    assert torch.equal(found, given)
+    assert bytes(memory[:48]) == given.numpy().tobytes()
+    assert asked == [48, -1, 48]
+    assert lasting(given, torch.device("cpu")) is given
 
 
 def test_threads_share_an_op(gpu: FakeGpu) -> None:

@@ -15,6 +15,7 @@ from typing import TypeAlias
 import torch
 
 from commdsl.attention.masks import Call
+from commdsl.runtime.lasting import lasting
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
@@ -87,7 +88,7 @@ def ready(call: Call, device: torch.device, parts: tuple[Part, ...] = ()) -> Rea
     cuts = None
     if call.is_packed:
         first, second = (
-            torch.tensor([row - rows[0] for row in rows], dtype=torch.int32, device=device)
+            lasting(torch.tensor([row - rows[0] for row in rows], dtype=torch.int32, device="cpu"), device)
             for rows in (call.queries, call.keys)
         )
         cuts = first, second

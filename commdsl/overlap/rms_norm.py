@@ -21,6 +21,7 @@ from commdsl.runtime import collectives, groups
 from commdsl.runtime.errors import CaptureError, TensorError
 from commdsl.runtime.given import Asked
 from commdsl.runtime.given import tensor as check_tensor
+from commdsl.runtime.lasting import lasting
 from commdsl.runtime.operators import define
 
 Tensor: TypeAlias = torch.Tensor
@@ -74,7 +75,7 @@ def _number(eps: float, device: torch.device) -> Tensor:
     """Where a kernel finds it."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise CaptureError(f"`all_reduce_rms_norm` with eps = {eps}: call it once on every rank before the capture")
-    return torch.full((1,), eps, dtype=torch.float32, device=device)
+    return lasting(torch.full((1,), eps, dtype=torch.float32, device="cpu"), device)
 
 
 def _check(x: Tensor, residual: Tensor, weight: Tensor) -> None:

@@ -33,7 +33,7 @@ Assumes torch; on GPUs also cupy, and nvshmem4py where a group reaches several m
     given         what callers wrote -> what ops take
     tensors       what a call's tensors must be
     uneven        the lengths of a call, where blocks have lengths of their own -> blocks
-    kept          what calls have made -> a table that has an end
+    kept, lasting   what calls have made -> a table that has an end; what is kept on a GPU
     calls, work   a call of one shape, made once; one that is waited for
     functions     what a call with visits is given -> tensors, and the caller's functions by name
     starts        what such a call launches -> what starts it

@@ -17,6 +17,7 @@ from commdsl.runtime.device import DeviceCommunicator
 from commdsl.runtime.driver import Listing, of_cupy
 from commdsl.runtime.kept import keep
 from commdsl.runtime.landing import Region
+from commdsl.runtime.lasting import room
 from commdsl.runtime.listed import ListedStreams
 from commdsl.runtime.streams import CallersStream
 
@@ -35,7 +36,7 @@ class Again:
         self._driver = of_cupy()
         self._known: dict[Hashable, Listing] = {}
         self._met = set[Hashable]()
-        self._words: dict[tuple[Region, int], torch.Tensor] = {}
+        self._words: dict[Region, torch.Tensor] = {}
 
     def __call__(self, region: Region | None, touched: Sequence[torch.Tensor], lie: Hashable, make: List) -> bool:
         """Makes a call, which has that region, as it was made before, if it was, and says so. `touched`: all tensors
@@ -61,21 +62,19 @@ class Again:
             self._met.add(key)
             return None
         listing = Listing(self._driver)
-        room = partial(self._room, region, stream)
+        words = partial(self._room, region)
         with self._communicator.bound():  # events are of the current one
-            if not make(ListedStreams(listing, stream, self._communicator.beside, room), region):
+            if not make(ListedStreams(listing, stream, self._communicator.beside, words), region):
                 return None
         keep(self._known, key, listing, MOST)
         return listing
 
-    def _room(self, region: Region, stream: int, words: int, like: torch.Tensor) -> int:
-        """One for all lists in a region, which calls have one after another; of each stream, the current one, its own,
-        as torch's allocator gives memory on to what comes later on the stream that it was made on.
-        """
-        if (region, stream) not in self._words:
-            self._words[region, stream] = torch.empty(words, dtype=torch.int64, device=like.device)
-        found = self._words[region, stream]
-        assert len(found) == words
+    def _room(self, region: Region, words: int, like: torch.Tensor) -> int:
+        """One for all lists in a region, which calls have one after another."""
+        if region not in self._words:
+            self._words[region] = room(8 * words, like.device)
+        found = self._words[region]
+        assert found.nbytes == 8 * words
         return found.data_ptr()
 
 

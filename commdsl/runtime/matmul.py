@@ -32,6 +32,7 @@ from commdsl.machine.config import DEFAULT_TIMEOUT, from_environment
 from commdsl.runtime.errors import DeviceError, TensorError
 from commdsl.runtime.kept import keep
 from commdsl.runtime.kernel import DeviceKernel, Residence
+from commdsl.runtime.lasting import lasting, room
 from commdsl.runtime.tensors import element_name, is_deep
 
 _PANEL = 64  # lines that the kernel has side by side in shared memory
@@ -129,12 +130,12 @@ class Matmul:
         self.intervals = np.repeat(dealt.pieces["turn"][:-1].ravel().astype(np.int32), 2 * tiling.blocks)
         """Of each that a stamped kernel writes, its turn: of every piece and block two."""
         where = torch.device("cuda", device)
-        self._pieces = torch.from_numpy(dealt.pieces.view("<i4")).to(where)
+        self._pieces = lasting(torch.from_numpy(dealt.pieces.view("<i4")), where)
         tables = map(bytearray, packed_turns(turns))
-        self._turns, self._sources = (torch.frombuffer(one, dtype=torch.uint8).to(where) for one in tables)
-        self._partials = torch.empty(dealt.slots * slot_bytes(tiling), dtype=torch.uint8, device=where)
-        self._flags = torch.zeros(dealt.slots * tiling.cluster * 2, dtype=torch.int64, device=where)
-        self._claims = torch.zeros(1, dtype=torch.int64, device=where)
+        self._turns, self._sources = (lasting(torch.frombuffer(one, dtype=torch.uint8), where) for one in tables)
+        self._partials = room(dealt.slots * slot_bytes(tiling), where)
+        words = (torch.zeros(count, dtype=torch.int64, device="cpu") for count in (dealt.slots * tiling.cluster * 2, 1))
+        self._flags, self._claims = (lasting(zeros, where) for zeros in words)
         self._entries = len(dealt.pieces) - 1
         self._awaits: dict[tuple[int, int], Launch] = {}
         config = from_environment()
