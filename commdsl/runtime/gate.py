@@ -76,15 +76,17 @@ class Gate:
         does. Nothing in it meets other ranks: they may have begun with another group.
         """
         gpu, order = self.gpu, self._filling
-        with order.lock, gpu.bound():
-            if gpu.stream_handle(gpu.index) == order.quiet and not gpu.capturing():
+        with order.lock:
+            quiet = gpu.stream_handle(gpu.index) == order.quiet
+            if quiet and gpu.current_context() == gpu.context and not gpu.capturing():
                 return call()
-            stream = torch.cuda.current_stream(gpu.index)
-            order.enter(stream)
-            try:
-                return call()
-            finally:
-                order.leave(stream)
+            with gpu.bound():
+                stream = torch.cuda.current_stream(gpu.index)
+                order.enter(stream)
+                try:
+                    return call()
+                finally:
+                    order.leave(stream)
 
     def start(self, stream: Any, what: Callable[[], Made]) -> Made:
         """Starts something on that stream. Ctrl-C ends nothing half way where all of it is one list."""

@@ -29,7 +29,7 @@ NO_STREAM = -1
 
 
 class StreamOrder:
-    """Puts the calls of one communicator into one order across CUDA streams."""
+    """Puts calls into one order across CUDA streams: those of one communicator, or all that fill a GPU."""
 
     def __init__(self, torch: Any, capture_id: Callable[[int], int | None]) -> None:
         self.lock = threading.Lock()

@@ -8,6 +8,8 @@ graphs    graphs of two calls, replayed with other numbers
 gradients those of rows and of weights
 stamps    time stamps of a call, which rank 0 prints: the time that they say is within 5 % of that of events around it
 beside    while NCCL sums up on another stream, begun before the product on every other rank and behind it on the rest
+groups    of two groups at once, on two streams, begun by all ranks in one order
+compiled  by torch.compile(mode="reduce-overhead"), which makes the first call in the pool of its graphs, and then those
 storm     calls of random shapes in random order, eagerly and replayed, GPU and host delays, no barrier in between; some
           eager ones on tensors where others were before, some not
 
@@ -75,6 +77,7 @@ SIZES = (
 PIECES = (1, 4)
 CALLS = 3
 BESIDE = 20
+COMPILED = 6  # one that is made, one that is captured, and replays
 MORE = 1 << 24  # elements that NCCL sums up
 GRACE = 15.0
 
@@ -366,6 +369,43 @@ def beside(run: Parts) -> None:
     each("beside", BESIDE, work, [replace(shape, pieces=pieces) for shape in CROWDED for pieces in PIECES], run)
 
 
+def two_groups(run: Parts) -> None:
+    """Each call fills the GPU, and would not leave the other the SMs that it waits for."""
+    if not run.on_gpu or from_environment().share_gpus:
+        return
+    members = None, torch.distributed.new_group(backend="nccl")
+    streams = [torch.cuda.Stream() for _ in members]
+
+    def work(run: Parts, shape: Shape, calls: int) -> int:
+        kinds, delays = [Products(run, shape) for _ in members], random.Random(f"{shape} {run.rank}")
+        run.wait()  # for what they are given
+        for seed in range(calls):
+            for made, group, stream in zip(kinds, members, streams, strict=True):
+                made.function = partial(shape.call, group=group)
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(delays.randrange(repeated.CYCLES))
+                    made.call(seed)
+        run.wait()
+        return sum(int(made.wrong) for made in kinds)
+
+    each("groups", BESIDE, work, CROWDED, run)
+
+
+def compiled(run: Parts) -> None:
+    if not run.on_gpu:
+        return
+
+    def work(run: Parts, shape: Shape, calls: int) -> int:
+        made = Products(run, shape)
+        made.function = torch.compile(shape.call, mode="reduce-overhead", fullgraph=True)
+        for seed in range(calls):
+            torch.compiler.cudagraph_mark_step_begin()
+            made.call(seed)
+        return int(made.wrong)
+
+    each("compiled", COMPILED, work, CROWDED, run)
+
+
 def storm(run: Parts) -> None:
     dice = random.Random(run.options.seed)
 
@@ -405,6 +445,8 @@ PARTS = {
     "gradients": partial(each, "gradients", 1, differentiated, SHAPES),
     "stamps": stamps,
     "beside": beside,
+    "groups": two_groups,
+    "compiled": compiled,
     "storm": storm,
 }
 
