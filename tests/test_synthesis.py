@@ -19,7 +19,8 @@ from commdsl.commands import synth
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.cli import run_command
 from commdsl.cost.graph import graph_of
-from commdsl.planner.synthesis.schedule import Network, spreads
+from commdsl.planner.synthesis.schedule import GOAL, Network, spreads
+from commdsl.planner.synthesis.shares import shares
 from commdsl.planner.synthesis.shorter import shorter
 from commdsl.planner.synthesis.trees import Tree, packed
 
@@ -86,6 +87,23 @@ def test_shared_ports_and_one_way_links(tmp_path: Path) -> None:
     assert costs.bandwidth_ratio <= MOST_RATIO
 
 
+def test_shares_of_a_sum() -> None:
+    """Of a DGX-1 with a dead link two GPUs have 100 GB/s, six 150. A rank that adds up a of a tensor sends the rest as
+    parts, and hears as much: (1 - a) / 100 = (1 - b) / 150 and 2 a + 6 b = 1 say a = 8 / 22 for the two, b = 1 / 22 for
+    the others, and both ways take 14 / 11 of a tensor at 100 GB/s, the least of any schedule. As 7 and 1 of 20 blocks
+    they take 13 / 10; as one of 8 each, 14 / 8.
+    """
+    graph = graph_of(compiler.find_topology((), "dgx1_dead_link", 8), 8)
+    alike = graph_of(compiler.find_topology((), "dgx1", 8), 8)
+    costs = made("allreduce", "dgx1_dead_link").costs
+
+    assert shares([graph]).tolist() == [7, 1, 1, 1, 7, 1, 1, 1]
+    assert shares([alike]).tolist() == [1] * 8
+    assert costs.limit.seconds_per_byte == pytest.approx(14 / 11 / 100e9)
+    assert costs.seconds_per_byte <= GOAL * 13 / 10 / 100e9 * 1.001
+    assert costs.bandwidth_ratio <= MOST_RATIO
+
+
 # --- trees ------------------------------------------------------------------------------------------------------------
 
 
@@ -147,7 +165,7 @@ def test_ports_are_shared_out() -> None:
     """Behind a switch no port carries more than it can, though any wire could carry all of it."""
     topology = compiler.find_topology((), "h200_2x8", 16)
     graph = graph_of(topology, 16)
-    (found,) = spreads([graph], None)
+    (found,) = spreads([graph], np.ones(16, np.int64))
     wires, ports = used(found.trees, 16), graph.wires.ports
     pieces = ports * found.ratio * Network(graph, np.ones(16, np.int64)).least * found.pieces
     near = np.arange(16)[:, None] // 8 == np.arange(16) // 8

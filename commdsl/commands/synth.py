@@ -11,6 +11,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from textwrap import wrap
 
+import numpy as np
+
 from commdsl import compiler
 from commdsl.commands import output
 from commdsl.commands.arguments import UsageError, parse_on
@@ -123,16 +125,34 @@ def comment(wanted: Wanted, costs: Report, found: tuple[Way, ...]) -> Iterator[s
     """The head of the file: what it is, how good it is, and how to read it."""
     made = found[0].made
     least = time_text(0, costs.limit.seconds_per_byte).removeprefix("0 us + ")
-    of = "The tensor is" if made.root is not None else "Blocks are"
+    is_whole = made.root is not None or len(found) > 1
+    count = len(made.trees) if is_whole else made.pieces
+    of = f"{'The tensor is' if is_whole else 'Blocks are'} cut into {count} x K parts"
     for line in (
         f"{TITLES[wanted.collective]} on {costs.topology}, by `commdsl synth`: trees, packed to what links leave.",
         f"{costs.num_steps} steps, {time_text(costs.latency, costs.seconds_per_byte)}. Of any schedule the links take "
         f"{least} or more ({costs.limit.reason}); of this one {costs.bandwidth_ratio:.2f} times that.",
-        f"{of} cut into {made.pieces} x K parts: a piece for each tree, whose K parts follow each other a step apart. "
+        *(_of_both(costs, found) if len(found) > 1 else ()),
+        f"{of}: a piece for each tree, whose K parts follow each other a step apart. "
         "Rank r of tree t has them from `parent`, a root from itself; in the step `turn` it hands them to its "
         "children, or adds up what they have.",
     ):
         yield from wrap(line, COMMENT_WIDTH)
+
+
+def _of_both(costs: Report, found: tuple[Way, ...]) -> Iterator[str]:
+    """Of sums that come in and then go out: how they are shared out, and how near this is to the least of such."""
+    given = found[0].made.given
+    of = "Every rank adds up and hands out as much"
+    if np.ptp(given):
+        shares = " ".join(map(str, given.tolist()))
+        of = f"Of {given.sum()} equal blocks the ranks add up and hand out {shares}, those with slow links most"
+    least = sum(way.made.least for way in found) / float(given.sum())
+    takes = time_text(0, least).removeprefix("0 us + ")
+    yield (
+        f"{of}: what comes in so and then goes out takes {takes} or more along any trees; this one "
+        f"{costs.seconds_per_byte / least:.2f} times that."
+    )
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ latency.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -35,6 +35,9 @@ PROGRAM_RANKS = 16
 
 MOST_COLUMNS = 20_000
 """Of such a program: a second."""
+
+EVEN = 1e-3
+"""What the largest share costs beside the time: of shares that are as fast, even ones are taken."""
 
 UNITS = 1 << 28
 """What is to move in all, in the whole numbers that maximum flows are computed in; cuts are judged by the true ones."""
@@ -204,6 +207,49 @@ def _program(flows: Flows, wires: Wires) -> tuple[float, Floats]:
         return float("inf"), np.zeros(count)
     carried: Floats = solved.x[number * count : -1].reshape(values, count).sum(axis=0)
     return float(solved.fun) / scale, carried
+
+
+def best_shares(machines: Sequence[Wires], num_ranks: int) -> Floats | None:
+    """Shares of 1 with the least time: on each machine they flow from all ranks to each, and cross a wire once. None
+    where some rank cannot be reached.
+    """
+    from scipy.optimize import linprog  # as above
+    from scipy.sparse import block_diag, csr_array, eye_array, hstack, kron, vstack
+
+    scale = max(float(limits(wires, num_ranks)[1].max(initial=1.0)) for wires in machines)
+    kept, bounded = zip(*(_flowing(wires, num_ranks, scale) for wires in machines), strict=True)
+    # Columns: of every machine every flow over every wire, every wire, the time; then the shares, and the largest.
+    each = kron(np.ones((num_ranks * len(machines), 1)), eye_array(num_ranks))
+    into = hstack([block_diag(kept), each, csr_array((each.shape[0], 1))])
+    flowing = block_diag(bounded)
+    largest = hstack([csr_array((num_ranks, flowing.shape[1])), eye_array(num_ranks), -np.ones((num_ranks, 1))])
+    costs = [np.append(np.zeros(one.shape[1] - 1), 1.0) for one in kept]
+    solved = linprog(
+        np.concatenate([*costs, np.zeros(num_ranks), [EVEN]]),
+        A_ub=vstack([hstack([flowing, csr_array((flowing.shape[0], num_ranks + 1))]), largest]).tocsr(),
+        b_ub=np.zeros(flowing.shape[0] + num_ranks),
+        A_eq=into.tocsr(),
+        b_eq=np.tile(np.eye(num_ranks).ravel(), len(machines)),
+        method="highs",
+    )
+    if solved.status != 0:
+        return None
+    found: Floats = np.maximum(solved.x[-num_ranks - 1 : -1], 0.0)
+    return found / float(found.sum())
+
+
+def _flowing(wires: Wires, num_ranks: int, scale: float) -> tuple[Any, Any]:
+    """Of one machine: what every flow leaves at every rank, a flow to each; and what wires and ports are over."""
+    from scipy.sparse import coo_array, csr_array, eye_array, hstack, kron, vstack  # as above
+
+    count = len(wires.source)
+    ends = np.concatenate([wires.source, wires.dest]), np.tile(np.arange(count), 2)
+    into = coo_array((np.repeat([-1.0, 1.0], count), ends), shape=(num_ranks, count))
+    uses, most = limits(wires, num_ranks)
+    kept = hstack([kron(eye_array(num_ranks), into), csr_array((num_ranks**2, count + 1))])
+    copies = [eye_array(num_ranks * count), -kron(np.ones((num_ranks, 1)), eye_array(count))]
+    crossing = [csr_array((len(most), num_ranks * count)), uses, csr_array(-(most / scale)[:, None])]
+    return kept, vstack([hstack([*copies, csr_array((num_ranks * count, 1))]), hstack(crossing)])
 
 
 def limits(wires: Wires, num_ranks: int) -> tuple[Any, Floats]:

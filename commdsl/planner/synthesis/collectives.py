@@ -12,6 +12,7 @@ import numpy as np
 from commdsl.cost.graph import Graph, graph_of
 from commdsl.machine.topology import Topology
 from commdsl.planner.synthesis.schedule import spreads
+from commdsl.planner.synthesis.shares import shares
 from commdsl.planner.synthesis.text import Way
 
 
@@ -46,7 +47,12 @@ def ways(collective: Collective, topology: Topology, root: int) -> tuple[Way, ..
     graph = graph_of(topology, topology.num_ranks)
     kinds = (False,) if _is_two_way(graph) else tuple(dict.fromkeys(collective.adds))
     machines = [graph.reversed if adds else graph for adds in kinds]
-    made = dict(zip(kinds, spreads(machines, root if collective.is_rooted else None), strict=True))
+    given = np.ones(graph.num_ranks, np.int64)
+    if collective.is_rooted:
+        given = np.eye(graph.num_ranks, dtype=np.int64)[root]
+    elif collective is Collective.ALLREDUCE:
+        given = shares(machines)
+    made = dict(zip(kinds, spreads(machines, given, root if collective.is_rooted else None), strict=True))
     return tuple(
         Way(made.get(adds, made[kinds[0]]), adds, "sum_" if adds and len(kinds) > 1 else "") for adds in collective.adds
     )

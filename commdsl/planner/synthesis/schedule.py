@@ -11,7 +11,7 @@ from itertools import count
 
 import numpy as np
 
-from commdsl.cost.graph import Graph
+from commdsl.cost.graph import Graph, Longs
 from commdsl.language.records import dataclass
 from commdsl.planner.synthesis.shorter import shorter
 from commdsl.planner.synthesis.steps import Turns, best_turns
@@ -32,17 +32,30 @@ GOAL = 1.1
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """`trees[i]` has piece i % pieces of the block of rank i // pieces, or of the only one that gives, `root`."""
+    """`trees[i]` has piece i % pieces of block i // pieces. Every rank gives one, in their order, or `root` alone does,
+    or each gives as many as it has a share of.
+    """
 
     root: int | None
     pieces: int
     trees: tuple[Tree, ...]
     turns: Turns
-    ratio: float  # of its time on links to what cuts leave
+    least: float  # seconds for each byte of a block that any trees take on links, of as many blocks of each rank
+
+    @property
+    def ratio(self) -> float:
+        """Of its time on links to what cuts leave."""
+        return self.turns.seconds / (self.least * self.pieces)
 
     @property
     def num_ranks(self) -> int:
         return len(self.trees[0].parent)
+
+    @property
+    def given(self) -> Longs:
+        """Blocks of each rank."""
+        found: Longs = np.bincount([tree.root for tree in self.trees], minlength=self.num_ranks) // self.pieces
+        return found
 
     @property
     def length(self) -> int:
@@ -50,14 +63,11 @@ class Spread:
         return self.pieces * self.turns.waves + self.turns.num_steps + self.turns.waves
 
 
-def spreads(graphs: Sequence[Graph], root: int | None) -> tuple[Spread, ...]:
-    """What every rank, or one alone, gives to all others: on each machine, in as many pieces on all.
+def spreads(graphs: Sequence[Graph], given: Longs, root: int | None = None) -> tuple[Spread, ...]:
+    """What all ranks get of so many blocks of each, or of `root` alone: on each machine, in as many pieces on all.
 
     Raises UnreachedError.
     """
-    given = np.ones(graphs[0].num_ranks, np.int64)
-    if root is not None:
-        given = np.eye(graphs[0].num_ranks, dtype=np.int64)[root]
     networks = [Network(graph, given) for graph in graphs]
     found = [
         tuple(_spread(network, root, pieces, carried) for network, carried in zip(networks, some, strict=True))
@@ -75,8 +85,9 @@ def _rank(some: Sequence[Spread]) -> tuple[float, float]:
 def _spread(network: Network, root: int | None, pieces: int, carried: Carried) -> Spread:
     trees = shorter(packed(carried.pieces, network.given * pieces))
     least = network.least * pieces
-    turns = best_turns(trees, network.wires, pieces, GOAL * least)
-    return Spread(root, pieces, trees, turns, turns.seconds / least)
+    parts = max(pieces, len(trees) // network.num_ranks)  # of what a rank has
+    turns = best_turns(trees, network.wires, parts, GOAL * least)
+    return Spread(root, pieces, trees, turns, network.least)
 
 
 def _whole(networks: Sequence[Network]) -> Iterator[tuple[int, tuple[Carried, ...]]]:

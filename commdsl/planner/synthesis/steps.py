@@ -78,8 +78,8 @@ class Loads:
 
 
 def best_turns(trees: Sequence[Tree], wires: Wires, pieces: int, goal: float) -> Turns:
-    """For blocks of so many pieces. Those of fewest steps, of all waves, that take `goal` seconds a byte of a piece at
-    most; else the fastest.
+    """For so many pieces of what a rank has. Those of fewest steps, of all waves, that take `goal` seconds a byte of a
+    piece at most; else the fastest.
     """
     found = [turns for turns in _tried(Loads(trees, wires)) if pieces * turns.waves <= MOST_PARTS or turns.waves == 1]
     good = [turns for turns in found if turns.seconds <= goal]

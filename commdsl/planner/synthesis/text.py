@@ -34,7 +34,7 @@ def comm_text(name: str, ways: Sequence[Way], comment: Sequence[str] = ()) -> st
     buffer, before, after = _buffers(ways)
     lines += ["", *(f"  {line}" for line in before)]
     for way in ways:
-        lines += [f"  {line}" for line in _steps(way, buffer)]
+        lines += [f"  {line}" for line in _steps(way, buffer, by_rank=buffer != "x")]
     return "\n".join([*lines, *(f"  {line}" for line in after), "}", ""])
 
 
@@ -42,12 +42,12 @@ def _promise(ways: Sequence[Way]) -> Iterator[str]:
     """The buffers of the caller, and the contract."""
     made, adds = ways[0].made, ways[0].adds
     cut = f"{made.pieces}, K"
-    if made.root is not None:
+    if len(ways) > 1:
+        yield f"inout x[{len(made.trees)}, K]"
+        yield "ensure allreduce(x)"
+    elif made.root is not None:
         yield f"inout x[{cut}]"
         yield f"ensure {'reduce' if adds else 'broadcast'}(x, {made.root})"
-    elif len(ways) > 1:
-        yield f"inout x[P, {cut}]"
-        yield "ensure allreduce(x)"
     else:
         yield f"input x[{f'P blocks, {cut}' if adds else cut}]"
         yield f"output y[{cut if adds else f'P blocks, {cut}'}]"
@@ -91,11 +91,11 @@ def _shape(tree: Tree) -> str:
     return below(tree.root)
 
 
-def _steps(way: Way, buffer: str) -> Iterator[str]:
+def _steps(way: Way, buffer: str, *, by_rank: bool) -> Iterator[str]:
+    """`by_rank`: whether the buffer has a block for each rank."""
     made, last = way.made, way.made.turns.num_steps
-    block = "t" if made.pieces == 1 else f"t / {made.pieces}"
-    piece = "0" if made.pieces == 1 else f"t % {made.pieces}"
-    chunk = f"{buffer}[{block}, {piece}, i]" if made.root is None else f"{buffer}[t, i]"
+    block = "t, 0" if made.pieces == 1 else f"t / {made.pieces}, t % {made.pieces}"
+    chunk = f"{buffer}[{block}, i]" if by_rank else f"{buffer}[t, i]"
     parent, turn = f"{way.prefix}parent", f"{way.prefix}turn"
     yield "pipeline i in 0 ..< K {"
     if way.adds:
@@ -103,11 +103,10 @@ def _steps(way: Way, buffer: str) -> Iterator[str]:
         yield f"    each r, t in 0 ..< {len(made.trees)} where {turn}[P * t + r] == {last} - s {{"
         yield f"      reduce {chunk} @ p for p in 0 ..< P if p == r or {parent}[P * t + p] == r -> {chunk}"
     else:
-        root = block if made.root is None else made.root
         yield f"  for s in 1 ..< {last + 1} {{"
         yield (
             f"    each r, t in 0 ..< {len(made.trees)} "
-            f"where r != {root} and {turn}[P * t + {parent}[P * t + r]] == s {{"
+            f"where {parent}[P * t + r] != r and {turn}[P * t + {parent}[P * t + r]] == s {{"
         )
         yield f"      get {chunk} @ {parent}[P * t + r] -> {chunk}"
     yield from ("    }", "  }", "}")
