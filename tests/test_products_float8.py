@@ -20,10 +20,10 @@ import commdsl  # noqa: E402 - as above
 from commdsl.overlap import (  # noqa: E402 - as above
     all_gather_matmul,
     all_to_all_matmul,
-    functional,
     matmul_all_reduce,
     matmul_all_to_all,
     matmul_reduce_scatter,
+    runs,
 )
 
 FLOAT8 = torch.float8_e4m3fn
@@ -60,7 +60,7 @@ def decoded(matrices: Sequence[Any], scales: Sequence[Any]) -> list[Any]:
 def test_numbers(call: Any, meaning: Any, is_sequence: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole numbers exactly, others as far as bfloat16 goes, whether products overlap or not."""
     if is_sequence:
-        monkeypatch.setattr(functional, "program", lambda *_: None)
+        monkeypatch.setattr(runs, "program", lambda *_: None)
     for is_whole in (True, False):
         x, w, of_x, of_w = given(is_whole)
         if call is all_to_all_matmul:  # as deep for the columns of each rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from thread_ranks import in_group  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402
 from commdsl import overlap  # noqa: E402
+from commdsl.runtime.products import Multiplying  # noqa: E402
 
 
 def back(call: Callable[[Any], Any], x: Any) -> None:
@@ -46,3 +48,22 @@ def test_no_file_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
             call()
 
     in_group(2, body)
+
+
+def test_what_made_calls_goes() -> None:
+    """Where a group gives back what it has, calls find it anew; what was found before is kept by nobody."""
+
+    def body(rank: int, group: str) -> Any:
+        x = torch.full((4, 8), float(rank))
+        for _ in range(2):
+            for _ in range(2):
+                found = overlap.all_gather_matmul(x, torch.ones(2, 8), group=group)
+                assert found[:, 0].tolist() == 4 * [0.0] + 4 * [8.0]
+            commdsl.release(group)
+        return group
+
+    before = in_group(2, body)
+    in_group(2, body)  # tables let go of what is over when there is something new
+    gc.collect()
+    left = [one for one in gc.get_objects() if isinstance(one, Multiplying)]
+    assert not any(one._communicator.name in before for one in left)

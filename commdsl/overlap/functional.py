@@ -16,14 +16,13 @@ import torch
 
 from commdsl.overlap import gradients, shapes
 from commdsl.overlap.calls import NAMESPACE, call
-from commdsl.overlap.programs import EXCHANGE, GATHER, REDUCE, RETURN, SCATTER, operands, program, program_with_rows
-from commdsl.overlap.sequence import WAYS, multiply_there
-from commdsl.runtime import collective_ops, collectives, groups
+from commdsl.overlap.runs import RUNS
+from commdsl.runtime import collective_ops, groups
 from commdsl.runtime.eager import skips_dispatcher
 from commdsl.runtime.errors import GradientError
 from commdsl.runtime.given import tensor as check_tensor
 from commdsl.runtime.operators import define
-from commdsl.runtime.tensors import FLOAT8, check_scales
+from commdsl.runtime.tensors import FLOAT8
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -164,15 +163,18 @@ def _call(name: str, x: Tensor, w: Tensor, group: Any, *scales: Tensor | None) -
             check_tensor(name, one)
     if given and torch.is_grad_enabled() and any(one.requires_grad for one in (x, w, *given)):
         raise GradientError(f"`{name}` of {FLOAT8} has no gradient: call it under torch.no_grad()")
-    return _operator(name, cast(x), cast(w), groups.name_of(group), *scales)
+    if torch._C._is_any_autocast_enabled():
+        x, w = cast(x), cast(w)
+    return _operator(name, x, w, groups.name_of(group), *scales)
 
 
 def _operator(name: str, x: Tensor, w: Tensor, group_name: str, *scales: Tensor | None) -> Any:
-    is_differentiated = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
-    if is_differentiated and skips_dispatcher((x, w), but_gradients=True):
-        library()  # which gradients call
-        return gradients.Direct.apply(x, w, group_name, _RUNS[name], _OPERATORS[name][1:], _operator)  # type: ignore[no-untyped-call] # torch's
-    return call(__name__, name, _RUNS[name], (x, w), group_name, *scales)
+    if not skips_dispatcher((x, w), but_gradients=True):
+        return call(__name__, name, RUNS[name], (x, w), group_name, *scales)
+    if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
+        ways = _OPERATORS[name][1:]
+        return gradients.Direct.apply(x, w, group_name, RUNS[name], ways, _operator)  # type: ignore[no-untyped-call] # torch's
+    return RUNS[name](x, w, group_name, *scales)
 
 
 def cast(x: Tensor) -> Tensor:
@@ -185,104 +187,7 @@ def cast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device))
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
-
-
-def _all_gather_matmul(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> Tensor:
-    return _made(shapes.gathered(x, w, group_name), GATHER, x, w, group_name, given)
-
-
-def _all_gather_matmul_rows(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The rows that were multiplied, too: a gradient of weights is made of them."""
-    made = shapes.gathered(x, w, group_name), shapes.rows_of(x, group_name)
-    return _made_with_rows(made, GATHER, partial(collectives.all_gather, group=group_name), x, w, group_name, given)
-
-
-def _matmul_reduce_scatter(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> Tensor:
-    return _made(shapes.scattered(x, w, group_name), SCATTER, x, w, group_name, given)
-
-
-def _matmul_all_reduce(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> Tensor:
-    return _made(shapes.multiplied(REDUCE, x, w), REDUCE, x, w, group_name, given)
-
-
-def _matmul_all_to_all(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> Tensor:
-    return _made(shapes.exchanged(x, w, group_name), EXCHANGE, x, w, group_name, given)
-
-
-def _all_to_all_matmul(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> Tensor:
-    return _made(shapes.returned(x, w, group_name), RETURN, x, w, group_name, given)
-
-
-def _all_to_all_matmul_rows(x: Tensor, w: Tensor, group_name: str, *given: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What came, too: this rank's rows, a block of columns of each."""
-    made = shapes.returned(x, w, group_name), list(x.shape)
-    return _made_with_rows(made, RETURN, partial(collectives.all_to_all, group=group_name), x, w, group_name, given)
-
-
-def _made(
-    shape: list[Any], operator: str, x: Tensor, w: Tensor, group_name: str, given: tuple[Tensor | None, ...]
-) -> Tensor:
-    """What products make of what travels, or before it does, of that shape: by the program that is chosen, or one after
-    the other.
-    """
-    scales = _scales(operator, x, w, given)
-    rows, factor = operands(operator, x, w, group_name)
-    op = program(operator, rows, factor, group_name)
-    if op is None:
-        return _shaped(WAYS[operator](rows, factor, group_name, *scales), shape)
-    made = op(rows, factor, *scales, group=group_name)
-    assert isinstance(made, Tensor)
-    return _shaped(made, shape)
-
-
-def _made_with_rows(
-    wanted: tuple[list[Any], list[Any]],
-    operator: str,
-    bring: Callable[..., Tensor],
-    x: Tensor,
-    w: Tensor,
-    group_name: str,
-    given: tuple[Tensor | None, ...],
-) -> tuple[Tensor, Tensor]:
-    """And the rows that came."""
-    scales = _scales(operator, x, w, given)
-    rows, factor = operands(operator, x, w, group_name)
-    op = program_with_rows(operator, rows, factor, group_name)
-    if op is None:
-        there = bring(rows)
-        return _shaped(multiply_there(there, factor, *scales), wanted[0]), _shaped(there, wanted[1])
-    results = op(rows, factor, *scales, group=group_name)
-    assert isinstance(results, tuple)
-    made, there = results
-    return _shaped(made, wanted[0]), _shaped(there, wanted[1])
-
-
-def _replicated_matmul(x: Tensor, w: Tensor, group_name: str) -> Tensor:
-    shape = shapes.replicated(x, w)
-    return _shaped(torch.mm(x.flatten(0, -2), w.t()), shape)
-
-
-def _scales(name: str, x: Tensor, w: Tensor, given: tuple[Tensor | None, ...]) -> list[Tensor]:
-    found = [one for one in given if one is not None]
-    check_scales(name, x, w, found)
-    return found
-
-
-_shaped: Callable[[Tensor, list[Any]], Tensor] = torch.ops.aten._unsafe_view.default
-"""No view, as torch sees it: of one that a Function returns it refuses changes in place, as of a bias that is added."""
-
-_RUNS: dict[str, Callable[..., Any]] = {
-    "all_gather_matmul": _all_gather_matmul,
-    "all_gather_matmul_rows": _all_gather_matmul_rows,
-    "matmul_reduce_scatter": _matmul_reduce_scatter,
-    "matmul_all_reduce": _matmul_all_reduce,
-    "matmul_all_to_all": _matmul_all_to_all,
-    "all_to_all_matmul": _all_to_all_matmul,
-    "all_to_all_matmul_rows": _all_to_all_matmul_rows,
-    "replicated_matmul": _replicated_matmul,
-}
-
+# --- operators --------------------------------------------------------------------------------------------------------
 
 _OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., None]]] = {
     "all_gather_matmul": (shapes.fake_gather, gradients.gather_back, gradients.keep),
@@ -295,8 +200,6 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[...
     "replicated_matmul": (shapes.fake_replicated, gradients.replicated_back, gradients.keep),
 }
 """What each gives without data, how its gradients are made, and what keeps what they need."""
-
-# --- operators --------------------------------------------------------------------------------------------------------
 
 
 def library() -> None:
@@ -312,7 +215,7 @@ def _library() -> torch.library.Library:
     for name, (fake, back, keep) in _OPERATORS.items():
         results = "(Tensor, Tensor)" if name.endswith("_rows") else "Tensor"
         scales = "" if fake is shapes.fake_replicated else ", Tensor? scale_x=None, Tensor? scale_w=None"
-        define(made, f"{name}(Tensor x, Tensor w, str group_name{scales}) -> {results}", _RUNS[name], fake)
+        define(made, f"{name}(Tensor x, Tensor w, str group_name{scales}) -> {results}", RUNS[name], fake)
         torch.library.register_autograd(
             f"{NAMESPACE}::{name}", partial(gradients.padded, back), setup_context=keep, lib=made
         )

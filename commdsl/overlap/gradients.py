@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from commdsl.overlap.sequence import side_by_side
-from commdsl.runtime import menu
+from commdsl.runtime import collectives, menu
 
 Tensor: TypeAlias = torch.Tensor
 Gradients: TypeAlias = tuple[Tensor | None, Tensor | None]
@@ -75,16 +75,16 @@ def return_back(ctx: Any, gradient: Tensor) -> Gradients:
     return _brought_back(ctx, gradient, "matmul_all_to_all", _all_columns)
 
 
-def _brought_back(ctx: Any, gradient: Tensor, operator: str, brought: Callable[[Tensor, str], Tensor]) -> Gradients:
+def _brought_back(ctx: Any, gradient: Tensor, operator: str, brought: Callable[[Any, Tensor], Tensor]) -> Gradients:
     """Of an operator that multiplies what `brought` makes of x; `operator` multiplies on the way back."""
     x, w = ctx.saved_tensors
-    of_x = None if w is None else _called(ctx, operator, gradient, w.t(), ctx.group_name)
-    return of_x, None if x is None else _of_weights(gradient, brought(x, ctx.group_name))
+    of_x = None if w is None else _called(ctx, operator, gradient, w.t())
+    return of_x, None if x is None else _of_weights(gradient, brought(ctx, x))
 
 
 def reduce_back(ctx: Any, gradient: Tensor) -> Gradients:
     x, w = ctx.saved_tensors
-    of_x = None if w is None else _called(ctx, "replicated_matmul", gradient, w.t(), ctx.group_name)
+    of_x = None if w is None else _called(ctx, "replicated_matmul", gradient, w.t())
     if x is None:
         return of_x, None
     return of_x, _of_both(ctx, gradient, x) if torch.is_grad_enabled() else _of_weights(gradient, x)
@@ -92,7 +92,7 @@ def reduce_back(ctx: Any, gradient: Tensor) -> Gradients:
 
 def replicated_back(ctx: Any, gradient: Tensor) -> Gradients:
     x, w = ctx.saved_tensors
-    of_x = None if w is None else _called(ctx, "matmul_all_reduce", gradient, w.t(), ctx.group_name)
+    of_x = None if w is None else _called(ctx, "matmul_all_reduce", gradient, w.t())
     if x is None:
         return of_x, None
     return of_x, _of_both(ctx, x, gradient).t() if torch.is_grad_enabled() else _of_weights(gradient, x)
@@ -103,7 +103,7 @@ def _of_both(ctx: Any, shared: Tensor, own: Tensor) -> Tensor:
     what is shared comes from all ranks.
     """
     rows, factor = (one.flatten(0, -2).t() for one in (shared, own))
-    made: Tensor = _called(ctx, "replicated_matmul", rows, factor, ctx.group_name)
+    made: Tensor = _called(ctx, "replicated_matmul", rows, factor)
     return made
 
 
@@ -130,11 +130,11 @@ def _with_rows_back(
     (gradient, of_rows), (rows, w) = of_results, kept
     of_x = of_w = None
     if gradient is not None and w is not None:
-        of_x = _called(ctx, operator, gradient, w.t(), ctx.group_name)
+        of_x = _called(ctx, operator, gradient, w.t())
     if gradient is not None and rows is not None:
         of_w = _of_weights(gradient, rows)
     if of_rows is not None and ctx.needs_input_grad[0]:
-        back = getattr(torch.ops.commdsl_collectives, collective)(of_rows.contiguous(), ctx.group_name)
+        back = _moved(ctx, collective, of_rows)
         of_x = back if of_x is None else of_x + back
     return of_x, of_w
 
@@ -154,34 +154,41 @@ def _sent_back(
     ctx: Any,
     gradient: Tensor,
     operator: str,
-    brought: Callable[[Tensor, str], Tensor],
+    brought: Callable[[Any, Tensor], Tensor],
     rows_of: Callable[[Tensor], Tensor],
 ) -> Gradients:
     """The gradients of all ranks come once: w has them from what x needs them for, as `rows_of` makes them of it."""
     x, w = ctx.saved_tensors
     if w is None:
-        return None, _of_weights(brought(gradient, ctx.group_name), x)
+        return None, _of_weights(brought(ctx, gradient), x)
     if x is None:
-        return _called(ctx, operator, gradient, w.t(), ctx.group_name), None
-    of_x, there = _called(ctx, f"{operator}_rows", gradient, w.t(), ctx.group_name)
+        return _called(ctx, operator, gradient, w.t()), None
+    of_x, there = _called(ctx, f"{operator}_rows", gradient, w.t())
     return of_x, _of_weights(rows_of(there), x)
 
 
-def _called(ctx: Any, operator: str, x: Tensor, w: Tensor, group_name: str) -> Any:
+def _called(ctx: Any, operator: str, x: Tensor, w: Tensor) -> Any:
     """By torch's dispatcher, where that called what this is a gradient of."""
     if hasattr(ctx, "call"):
-        return ctx.call(operator, x, w, group_name)
-    return getattr(torch.ops.commdsl_overlap, operator)(x, w, group_name)
+        return ctx.call(operator, x, w, ctx.group_name)
+    return getattr(torch.ops.commdsl_overlap, operator)(x, w, ctx.group_name)
 
 
-def _all_rows(x: Tensor, group_name: str) -> Tensor:
-    rows: Tensor = torch.ops.commdsl_collectives.all_gather(x.contiguous(), group_name)
-    return rows
+def _moved(ctx: Any, collective: str, x: Tensor) -> Tensor:
+    """As `_called`."""
+    x = x.contiguous()
+    if hasattr(ctx, "call"):
+        return getattr(collectives, collective)(x, group=ctx.group_name)  # type: ignore[no-any-return] # no Work
+    return getattr(torch.ops.commdsl_collectives, collective)(x, ctx.group_name)  # type: ignore[no-any-return] # as above
 
 
-def _all_columns(x: Tensor, group_name: str) -> Tensor:
+def _all_rows(ctx: Any, x: Tensor) -> Tensor:
+    return _moved(ctx, "all_gather", x)
+
+
+def _all_columns(ctx: Any, x: Tensor) -> Tensor:
     """Of this rank's rows: (P * n, ..., K) -> (n, ..., P * K)."""
-    return side_by_side(torch.ops.commdsl_collectives.all_to_all(x.contiguous(), group_name), menu.size(group_name))
+    return side_by_side(_moved(ctx, "all_to_all", x), menu.size(ctx.group_name))
 
 
 def _of_weights(gradient: Tensor, rows: Tensor) -> Tensor:

@@ -26,6 +26,10 @@ def rows_of(x: Tensor, group_name: str) -> list[Any]:
     return [x.shape[0] * menu.size(group_name), *x.shape[1:]]
 
 
+def columns_of(x: Tensor, group_name: str) -> list[Any]:
+    return list(x.shape)
+
+
 def scattered(x: Tensor, w: Tensor, group_name: str) -> list[Any]:
     check("matmul_reduce_scatter", x, w)
     ranks = menu.size(group_name)
@@ -50,6 +54,10 @@ def returned(x: Tensor, w: Tensor, group_name: str) -> list[Any]:
     if x.shape[0] % ranks:
         raise TensorError(f"`all_to_all_matmul`: {ranks} ranks share the {x.shape[0]} rows of `x`, equally many each")
     return [x.shape[0] // ranks, *x.shape[1:-1], w.shape[0]]
+
+
+def reduced(x: Tensor, w: Tensor, group_name: str) -> list[Any]:
+    return multiplied("matmul_all_reduce", x, w)
 
 
 def multiplied(name: str, x: Tensor, w: Tensor) -> list[Any]:
@@ -87,7 +95,7 @@ def fake_scatter(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Te
 
 
 def fake_reduce(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
-    return x.new_empty(multiplied("matmul_all_reduce", x, w), dtype=made_of(x.dtype))
+    return x.new_empty(reduced(x, w, group_name), dtype=made_of(x.dtype))
 
 
 def fake_exchange(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
@@ -99,7 +107,7 @@ def fake_return(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Ten
 
 
 def fake_return_rows(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> tuple[Tensor, Tensor]:
-    return fake_return(x, w, group_name), x.new_empty(x.shape)
+    return fake_return(x, w, group_name), x.new_empty(columns_of(x, group_name))
 
 
 def fake_replicated(x: Tensor, w: Tensor, group_name: str) -> Tensor:
