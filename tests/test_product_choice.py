@@ -261,8 +261,26 @@ def test_refusals() -> None:
     """An operator that there is not, and rows that are not shared equally."""
     with pytest.raises(ArgumentError, match="expected one of all_gather_matmul"):
         auto.choice("all_reduce", 8, 8, 8, ranks=2)
-    with pytest.raises(ArgumentError, match="7 x 8 x 8 on 2 ranks is no product"):
+    with pytest.raises(ArgumentError, match="7 rows of 2 ranks are not equally many of each"):
         auto.choice("all_gather_matmul", 7, 8, 8, ranks=2)
+    with pytest.raises(ArgumentError, match="8 x 0 x 8 of 2 bytes on 2 ranks is no product"):
+        auto.choice("all_gather_matmul", 8, 0, 8, ranks=2)
+
+
+def test_what_no_schedule_multiplies() -> None:
+    """One after the other is what runs on one rank, of rows that ranks do not divide, and of what no kernel on GPUs
+    reads; a processor reads all.
+    """
+    gather, shape = "all_gather_matmul", (8, 64, 64)
+    for found, why in (
+        (auto.choice(gather, *shape, ranks=1), "one rank"),
+        (auto.choice("matmul_all_reduce", 7, 8, 8, ranks=2), "2 ranks do not divide 7 rows"),
+        (auto.choice(gather, *shape, ranks=2, device=GPU, itemsize=4), "elements of 4 bytes"),
+        (auto.choice(gather, 8, 60, 64, ranks=2, device=GPU), "a multiple of 16 bytes, not 60 deep and 64 wide"),
+    ):
+        assert found.schedule == SEQUENCE
+        assert why in found.reason
+    assert auto.choice(gather, 8, 60, 64, ranks=2, itemsize=4).schedule == "allgather_matmul"
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,3 +294,5 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.splitlines() == ["allgather_matmul C=1", found["reason"]]
     assert (found["rows"], found["params"]) == (8192, {"C": 1})
     assert run_command(["choice", "all_gather_matmul", "64KB", "--ranks", "2"]) == 2
+    assert run_command(["choice", "gather_matmul", "8x8x8", "--ranks", "2"]) == 2
+    assert "all_to_all_matmul or attention, got `gather_matmul`" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import pytest
 
 from commdsl import compiler
 from commdsl.build import host_run
+from commdsl.commands.arguments import UsageError
 from commdsl.commands.trial import Settings, trial
 from commdsl.ir import interpret
 from commdsl.language.diagnostics import InternalError
@@ -126,9 +127,11 @@ def test_a_lane_makes_rows_of_what_it_moved() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_run(dtype: str) -> None:
-    """`commdsl run`: the kernel leaves the sum that the oracle has, bit for bit."""
+    """`commdsl run`: the kernel leaves the sum that the oracle has, bit for bit; of whole numbers there is no norm."""
     found = trial(compiled(3), Settings(64_000, dtype, None, False, False))
     assert (found.fault, bool(found.compiler)) == ("", True)
+    with pytest.raises(UsageError, match="int32 is of whole numbers"):
+        trial(compiled(3), Settings(64_000, "int32", None, False, False))
 
 
 def test_no_race() -> None:

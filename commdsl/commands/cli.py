@@ -274,15 +274,18 @@ def choice(collective: str, size: str, ranks: int, device: Text, as_json: bool, 
     """Say which schedule `commdsl.COLLECTIVE` runs for SIZE bytes on the larger side of a rank, and why; or for
     `attention`, of SIZE tokens over all ranks.
 
-    For `all_gather_matmul` and its like SIZE is rows, depth and columns, as in 4096x8192x3584.
+    For `all_gather_matmul` and its like SIZE is the rows of all ranks, and the depth and columns of a rank's weights,
+    as in 4096x8192x3584.
     """
     from commdsl.commands.choice import attention, choice, product
-    from commdsl.planner.tuning.selection import PRODUCTS
+    from commdsl.planner.tuning.selection import COLLECTIVES, PRODUCTS
 
     if collective == "attention":
         return attention(size, ranks, device, as_json=as_json, **sizes)
     if given := [name for name, value in sizes.items() if value]:
         raise UsageError(f"--{given[0].replace('_', '-')} is for `attention`, not for {collective}")
+    if collective not in (*COLLECTIVES, *PRODUCTS):
+        raise UsageError(f"expected one of {', '.join((*COLLECTIVES, *PRODUCTS))} or attention, got `{collective}`")
     if collective in PRODUCTS:
         return product(collective, size, ranks, device, as_json=as_json)
     return choice(collective, arguments.parse_bytes(size, "SIZE"), ranks, device, as_json=as_json)

@@ -96,8 +96,10 @@ Found: TypeAlias = tuple[int, str, tuple[Profile, ...]]
 """Of a run: the bytes compared, the first difference in words, and the profiles, where they were asked for."""
 
 
-def find_dtype(name: str, op: str, *, reduces: bool) -> DType:
-    """The element type; UsageError when it is unknown, or has no such operation and the schedule reduces."""
+def find_dtype(name: str, op: str, *, reduces: bool, computes: bool = False) -> DType:
+    """The element type; UsageError when it is unknown, has no such operation and the schedule reduces, or is of whole
+    numbers and the schedule multiplies or norms.
+    """
     if name not in dtypes.BY_NAME:
         raise UsageError(f"--dtype expects one of {', '.join(dtypes.BY_NAME)}, got `{name}`")
     if op not in dtypes.OPS:
@@ -105,6 +107,8 @@ def find_dtype(name: str, op: str, *, reduces: bool) -> DType:
     found = dtypes.BY_NAME[name]
     if reduces and op not in found.ops:
         raise UsageError(f"{name} has no `{op}`; it has {', '.join(found.ops) or 'none: its bytes are only moved'}")
+    if computes and not found.is_float:
+        raise UsageError(f"{name} is of whole numbers: what multiplies or norms takes floats")
     return found
 
 
@@ -113,8 +117,9 @@ def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
     reduces = compiled.plan.has_reduction
     if reduces and settings.op is not None and not compiled.plan.asks:
         raise UsageError(f"`{compiled.schedule.name}` says itself how it combines: leave out --op {settings.op}")
-    dtype = find_dtype(settings.dtype, settings.operation, reduces=reduces and not compiled.plan.is_visited)
-    schedule = stopping(compiled.schedule).schedule
+    schedule, plan = stopping(compiled.schedule).schedule, compiled.plan
+    computes = schedule.has_products or plan.by_row is not None
+    dtype = find_dtype(settings.dtype, settings.operation, reduces=reduces and not plan.is_visited, computes=computes)
     if schedule.cast is not None and not dtype.casts:
         raise UsageError(f"--dtype {dtype.name} does not travel as {schedule.cast.words}")
     of = types(schedule, dtype)

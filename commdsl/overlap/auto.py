@@ -87,6 +87,13 @@ _OPERATORS = (
 OPERATORS = dict(zip(PRODUCTS, _OPERATORS, strict=True))
 
 
+ANY_ROWS = ("matmul_all_reduce",)
+"""Where all ranks have all rows, before and after."""
+
+LINE_BYTES = 16
+"""A GPU's kernels take rows of a multiple of it, as `programs` looks at of tensors."""
+
+
 @dataclass(frozen=True)
 class Product:
     """`rows` of all ranks, of `depth`, times as many weights as `columns` times `depth` for every rank."""
@@ -138,9 +145,30 @@ def choice(
     """
     if operator not in PRODUCTS:
         raise ArgumentError(f"expected one of {', '.join(PRODUCTS)}, got `{operator}`")
-    if min(rows, depth, columns, ranks, itemsize) < 1 or rows % ranks:
-        raise ArgumentError(f"{rows} x {depth} x {columns} on {ranks} ranks is no product: rows are shared equally")
-    return choose(Product(operator, rows, depth, columns, ranks, itemsize), device)
+    if min(rows, depth, columns, ranks, itemsize) < 1:
+        raise ArgumentError(f"{rows} x {depth} x {columns} of {itemsize} bytes on {ranks} ranks is no product")
+    if rows % ranks and operator not in ANY_ROWS:
+        raise ArgumentError(f"`{operator}`: {rows} rows of {ranks} ranks are not equally many of each")
+    product = Product(operator, rows, depth, columns, ranks, itemsize)
+    if why := _unscheduled(product, device):
+        return Choice(product.name, product.nbytes, ranks, device, SEQUENCE, (), (), why)
+    return choose(product, device)
+
+
+def _unscheduled(product: Product, device: str) -> str:
+    """Why no schedule multiplies this, if none does."""
+    if product.ranks == 1:
+        return "one rank, to which nothing travels"
+    if product.rows % product.ranks:
+        return f"{product.ranks} ranks do not divide {product.rows} rows, which a schedule would"
+    if device == selection.PLAIN_DEVICE:
+        return ""
+    if product.itemsize > 2:
+        return f"no kernel on GPUs multiplies elements of {product.itemsize} bytes beside what travels"
+    if product.depth * product.itemsize % LINE_BYTES or product.columns * 2 % LINE_BYTES:
+        sides = f"{product.depth} deep and {product.columns} wide"
+        return f"kernels on GPUs read and write rows of a multiple of {LINE_BYTES} bytes, not {sides}"
+    return ""
 
 
 @lru_cache(maxsize=1024)
