@@ -128,7 +128,7 @@ class DeviceCommunicator(Communicator):
 
     def streams(self) -> TwoStreams:
         beside = self._beside.of_torch
-        made = TwoStreams(self.index, beside)
+        made = TwoStreams(self._gpu, beside)
         # In order with other calls now: a mark made late would be behind a product that waits for what goes beside.
         with torch.cuda.stream(beside):
             self.gate.start(beside, nothing)
@@ -164,7 +164,7 @@ class DeviceCommunicator(Communicator):
         import cupy  # where there is a GPU
 
         runtime, found = cupy.cuda.runtime, ctypes.create_string_buffer(desk_bytes(self.size))
-        with torch.cuda.device(self.index):
+        with self._gpu.bound():
             runtime.memcpy(ctypes.addressof(found), self.desk.address, len(found), runtime.memcpyDeviceToHost)
         return found.raw
 

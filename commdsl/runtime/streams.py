@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from commdsl.runtime.binding import Gpu
 from commdsl.runtime.kernel import Launchable
 from commdsl.runtime.stream_order import is_of_torch
 from commdsl.runtime.workspace import Start, nothing
@@ -194,9 +195,9 @@ class CallersStream:
 class TwoStreams(CallersStream):
     """Of a GPU. In a capture both belong to it; no event is seen by the host."""
 
-    def __init__(self, index: int, side: torch.cuda.Stream) -> None:
-        super().__init__(index)
-        self._index, self._side = index, side
+    def __init__(self, gpu: Gpu, side: torch.cuda.Stream) -> None:
+        super().__init__(gpu.index)
+        self._gpu, self._side = gpu, side
         self._events: dict[Hashable, Any] = {}
         self._zeroed: list[torch.Tensor] = []
         self._side.wait_stream(self._main)
@@ -211,7 +212,7 @@ class TwoStreams(CallersStream):
             return start.begin(changing, told, between)
 
     def launch(self, kernel: Launching, launch: Launchable, *, beside: bool) -> None:
-        with torch.cuda.device(self._index):
+        with self._gpu.bound():
             kernel.launch(launch, (self._side if beside else self._main).cuda_stream)
 
     def zeroed(self, words: int, like: torch.Tensor) -> int:
