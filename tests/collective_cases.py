@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import commdsl
 from commdsl.attention import attention
+from commdsl.runtime import collective_ops
 from commdsl.runtime.errors import GradientError, GroupError, ReductionError, TensorError
 
 SIZES = (0, 1, 7, 1003, 40_000)
@@ -133,10 +134,15 @@ def gradients() -> None:
     with pytest.raises(GradientError, match="sum and avg"):
         gradient(commdsl.all_reduce, weights[rank], "max")
 
+    x = given(rank, shape, torch.float32).requires_grad_()
+    (first,) = torch.autograd.grad(commdsl.all_gather(x).square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    same(second, torch.full_like(x, 2.0 * size))
+
 
 def opcheck() -> None:
     x = given(dist.get_rank(), (8, 3), torch.float32)
-    commdsl.all_reduce(x.clone().requires_grad_())
+    collective_ops.library()
     ops = torch.ops.commdsl_collectives
     torch.library.opcheck(ops.all_reduce.default, (x.clone().requires_grad_(), world(), "avg"))
     torch.library.opcheck(ops.all_gather.default, (x.clone().requires_grad_(), world()))

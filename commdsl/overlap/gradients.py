@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from commdsl.overlap.sequence import side_by_side
-from commdsl.runtime import collectives, menu
+from commdsl.runtime import collective_ops, menu
 
 Tensor: TypeAlias = torch.Tensor
 Gradients: TypeAlias = tuple[Tensor | None, Tensor | None]
@@ -175,11 +175,8 @@ def _called(ctx: Any, operator: str, x: Tensor, w: Tensor) -> Any:
 
 
 def _moved(ctx: Any, collective: str, x: Tensor) -> Tensor:
-    """As `_called`."""
-    x = x.contiguous()
-    if hasattr(ctx, "call"):
-        return getattr(collectives, collective)(x, group=ctx.group_name)  # type: ignore[no-any-return] # no Work
-    return getattr(torch.ops.commdsl_collectives, collective)(x, ctx.group_name)  # type: ignore[no-any-return] # as above
+    made: Tensor = getattr(collective_ops.ops(x), collective)(x.contiguous(), ctx.group_name)
+    return made
 
 
 def _all_rows(ctx: Any, x: Tensor) -> Tensor:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
 
 from commdsl.planner.tuning.selection import Candidate
 from commdsl.runtime import groups, menu
+from commdsl.runtime.eager import skips_dispatcher
 from commdsl.runtime.errors import GradientError
 from commdsl.runtime.operators import define
 from commdsl.runtime.tensors import must
@@ -41,6 +43,40 @@ class Traced:
     back: Callable[..., Tensor]  # from gradient, lengths where there are any, group name and settings
     wires: bool = False
     has_lengths: bool = False  # behind the tensor: of blocks that are not as long as each other
+
+
+def ops(x: Tensor) -> Any:
+    """What calls a collective of x: torch's dispatcher, unless it has nothing to do but to see to gradients."""
+    if skips_dispatcher((x,), but_gradients=True):
+        return DIRECT
+    if torch.compiler.is_dynamo_compiling():
+        from commdsl.runtime.traced import defined  # a second, where torch has traced nothing yet
+
+        defined(__name__)
+    else:
+        library()
+    return torch.ops.commdsl_collectives
+
+
+class _Direct(torch.autograd.Function):
+    """A call that has a gradient, which torch's dispatcher would take three times as long for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, one: Traced, arguments: tuple[Any, ...], settings: dict[str, Any]) -> Tensor:
+        ctx.given = one, arguments, settings
+        with torch._C._AutoDispatchBelowAutograd():
+            return one.run(x, *arguments, **settings)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        one, arguments, settings = ctx.given
+        return one.back(gradient.contiguous(), *arguments, **settings), None, None, None
+
+
+def _directly(one: Traced, x: Tensor, *arguments: Any, **settings: Any) -> Any:
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Direct.apply(x, one, arguments, settings)  # type: ignore[no-untyped-call] # torch's
+    return one.run(x, *arguments, **settings)
 
 
 def library() -> torch.library.Library:
@@ -166,34 +202,34 @@ def _back_all_reduce(
     gradient: Tensor, group_name: str, op: str = "sum", timeout: float | None = None, wire: str | None = None
 ) -> Any:
     _linear("all_reduce", op)
-    return torch.ops.commdsl_collectives.all_reduce(gradient, group_name, op, timeout, wire)
+    return ops(gradient).all_reduce(gradient, group_name, op, timeout, wire)
 
 
 def _back_all_gather(gradient: Tensor, group_name: str, timeout: float | None = None, wire: str | None = None) -> Any:
-    return torch.ops.commdsl_collectives.reduce_scatter(gradient, group_name, "sum", timeout)
+    return ops(gradient).reduce_scatter(gradient, group_name, "sum", timeout)
 
 
 def _back_reduce_scatter(gradient: Tensor, group_name: str, op: str = "sum", timeout: float | None = None) -> Any:
     _linear("reduce_scatter", op)
-    gathered = torch.ops.commdsl_collectives.all_gather(gradient, group_name, timeout)
+    gathered = ops(gradient).all_gather(gradient, group_name, timeout)
     return gathered / menu.size(group_name) if op == "avg" else gathered
 
 
 def _back_all_to_all(gradient: Tensor, group_name: str, timeout: float | None = None) -> Any:
-    return torch.ops.commdsl_collectives.all_to_all(gradient, group_name, timeout)
+    return ops(gradient).all_to_all(gradient, group_name, timeout)
 
 
 def _back_all_gather_uneven(
     gradient: Tensor, lengths: Sequence[int], group_name: str, timeout: float | None = None
 ) -> Any:
-    return torch.ops.commdsl_collectives.reduce_scatter_uneven(gradient, lengths, group_name, "sum", timeout)
+    return ops(gradient).reduce_scatter_uneven(gradient, lengths, group_name, "sum", timeout)
 
 
 def _back_reduce_scatter_uneven(
     gradient: Tensor, lengths: Sequence[int], group_name: str, op: str = "sum", timeout: float | None = None
 ) -> Any:
     _linear("reduce_scatter", op)
-    gathered = torch.ops.commdsl_collectives.all_gather_uneven(gradient, lengths, group_name, timeout)
+    gathered = ops(gradient).all_gather_uneven(gradient, lengths, group_name, timeout)
     return gathered / menu.size(group_name) if op == "avg" else gathered
 
 
@@ -202,7 +238,7 @@ def _back_all_to_all_uneven(
 ) -> Any:
     ranks = len(lengths) // 2
     swapped = [*lengths[ranks:], *lengths[:ranks]]  # what was sent comes back
-    return torch.ops.commdsl_collectives.all_to_all_uneven(gradient, swapped, group_name, timeout)
+    return ops(gradient).all_to_all_uneven(gradient, swapped, group_name, timeout)
 
 
 def _back_broadcast(gradient: Tensor, group_name: str, root: int = 0, timeout: float | None = None) -> Tensor:
@@ -244,3 +280,6 @@ TRACED = (
     Traced("all_to_all_uneven", "", _all_to_all_uneven, _coming_rows, _back_all_to_all_uneven, has_lengths=True),
     Traced("broadcast", ", int root=0", _broadcast, _same, _back_broadcast),
 )
+
+DIRECT = SimpleNamespace(all_reduce_=_refuse_gradient, **{one.name: partial(_directly, one) for one in TRACED})
+"""`torch.ops.commdsl_collectives` without torch's dispatcher."""

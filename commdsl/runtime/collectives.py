@@ -45,7 +45,7 @@ def all_reduce(
     """
     if _is_traced("all_reduce", x) and not async_op:
         name = groups.name_of(group)
-        return _ops().all_reduce(x, name, given.reduction(op), timeout=given.seconds(timeout), wire=wire)
+        return collective_ops.ops(x).all_reduce(x, name, given.reduction(op), timeout=given.seconds(timeout), wire=wire)
     return menu.run("all_reduce", x, x.nbytes, group, op=op, async_op=async_op, timeout=timeout, wire=wire)
 
 
@@ -61,7 +61,7 @@ def all_reduce_(
         collective_ops.refuse_gradient(x)
         return CopyBack(x, menu.run("all_reduce", x, x.nbytes, group, op=op, async_op=True, timeout=timeout))
     if traced:
-        _ops().all_reduce_(x, groups.name_of(group), given.reduction(op), given.seconds(timeout))
+        collective_ops.ops(x).all_reduce_(x, groups.name_of(group), given.reduction(op), given.seconds(timeout))
     else:
         menu.all_reduce_in_place(x, group, op, timeout)
     return x
@@ -90,7 +90,7 @@ def all_gather(
         given.alone("output_split_sizes", "wire", wire)
         return _uneven("all_gather", x, output_split_sizes, group, async_op=async_op, timeout=timeout)
     if _is_traced("all_gather", x) and not async_op:
-        return _ops().all_gather(x, groups.name_of(group), timeout=given.seconds(timeout), wire=wire)
+        return collective_ops.ops(x).all_gather(x, groups.name_of(group), timeout=given.seconds(timeout), wire=wire)
     nbytes = x.nbytes * menu.size(group)
     return menu.run("all_gather", x, nbytes, group, async_op=async_op, timeout=timeout, wire=wire)
 
@@ -113,7 +113,9 @@ def reduce_scatter(
     if input_split_sizes is not None:
         return _uneven("reduce_scatter", x, input_split_sizes, group, op=op, async_op=async_op, timeout=timeout)
     if _is_traced("reduce_scatter", x) and not async_op:
-        return _ops().reduce_scatter(x, groups.name_of(group), given.reduction(op), timeout=given.seconds(timeout))
+        return collective_ops.ops(x).reduce_scatter(
+            x, groups.name_of(group), given.reduction(op), timeout=given.seconds(timeout)
+        )
     return menu.run("reduce_scatter", x, x.nbytes, group, op=op, async_op=async_op, timeout=timeout)
 
 
@@ -139,7 +141,7 @@ def all_to_all(
         came, sent = splits
         return _uneven("all_to_all", x, (*sent, *came), group, async_op=async_op, timeout=timeout)
     if _is_traced("all_to_all", x) and not async_op:
-        return _ops().all_to_all(x, groups.name_of(group), timeout=given.seconds(timeout))
+        return collective_ops.ops(x).all_to_all(x, groups.name_of(group), timeout=given.seconds(timeout))
     return menu.run("all_to_all", x, x.nbytes, group, async_op=async_op, timeout=timeout)
 
 
@@ -152,7 +154,7 @@ def broadcast(
     of its own. With `async_op` a Work. The gradient is the sum of the gradients at the root, and zero elsewhere.
     """
     if _is_traced("broadcast", x) and not async_op:
-        return _ops().broadcast(x, groups.name_of(group), root, timeout=given.seconds(timeout))
+        return collective_ops.ops(x).broadcast(x, groups.name_of(group), root, timeout=given.seconds(timeout))
     return menu.run("broadcast", x, x.nbytes, group, root=root, async_op=async_op, timeout=timeout)
 
 
@@ -212,7 +214,7 @@ def _uneven(
     """A collective of blocks that have lengths of their own; `op` of one that reduces."""
     if _is_traced(name, x) and not async_op:
         settings = () if op is None else (given.reduction(op),)
-        call = getattr(_ops(), f"{name}_uneven")
+        call = getattr(collective_ops.ops(x), f"{name}_uneven")
         return call(x, [*lengths], groups.name_of(group), *settings, timeout=given.seconds(timeout))
     lengths = tuple(lengths)
     return menu.run(name, x, x.nbytes, group, op=op or "sum", async_op=async_op, timeout=timeout, lengths=lengths)
@@ -228,14 +230,3 @@ def _is_traced(name: str, x: torch.Tensor) -> bool:
     if has_gradient:
         refuse_transforms((x,))
     return has_gradient
-
-
-def _ops() -> Any:
-    """`torch.ops.commdsl_collectives`, with the ops in it."""
-    if torch.compiler.is_dynamo_compiling():
-        from commdsl.runtime.traced import defined  # a second, where torch has traced nothing yet
-
-        defined(collective_ops.__name__)
-    else:
-        collective_ops.library()
-    return torch.ops.commdsl_collectives
