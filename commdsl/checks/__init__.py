@@ -8,7 +8,7 @@ message. A new law is a function and a line here. Does not raise.
     cycles, topology, roles, engine, settings   what the machine has
     bounds, inputs, overlap, undefined, size_classes, lengths, classes   what a step may touch
     casts, operations   in which element type it travels, and how it is combined
-    promises, conservation, factors, rotations, returns, determinism   what is promised, and kept
+    promises, conservation, factors, rotations, returns, places, determinism   what is promised, and kept
     useless, untouched   what is in vain
     plans, routes   a plan of documents and where its rows go
     built, tasks   what no kernel runs
@@ -34,6 +34,7 @@ from commdsl.checks.lengths import unknown_lengths
 from commdsl.checks.locations import Located, statement_key
 from commdsl.checks.operations import mixed_operations, other_operations
 from commdsl.checks.overlap import overlapping_writes
+from commdsl.checks.places import other_places
 from commdsl.checks.plans import over_capacity, too_large, too_many_copies
 from commdsl.checks.promises import idle_promises, repeated_promises
 from commdsl.checks.rest import rest
@@ -94,6 +95,7 @@ RULES: tuple[tuple[Rule, ...], ...] = (
     (mixed_casts, mixed_operations, parting_tile),
     (unsaid_roundings, unsaid_factors, wrong_pairs, other_operations),
     (broken_returns,),
+    (other_places,),
     (useless_statements, idle_promises),
 )
 
