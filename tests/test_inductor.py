@@ -45,6 +45,9 @@ def shared(x, up, down):
     averaged = collectives.reduce_scatter_tensor(linear(x, up), "avg", 0, group)
     return linear(rows, up), linear(rows, up * 2), averaged, linear(gather(x[:, :4].contiguous(), 1), up)
 
+def biased(x, up, down):
+    return scatter(linear(linear(gather(x), up, up[:, 0]), down, down[:, 0]))
+
 class Watched(MicroPipelineTP):
     kept = 0  # nodes of functional collectives
 
@@ -95,6 +98,8 @@ check("forward", layers, False, both, by_inductor)
 check("all rows on all ranks", reduced, False, {"matmul_all_reduce": 1})
 check("more dimensions", wide, False, both)
 check("rows of two products, an average, another dimension", shared, False, {"all_gather_matmul_rows": 1, "left": 1})
+check("a bias", biased, False, {"all_gather_matmul": 1, "left": 1})
+check("a bias, backward", biased, True, {"all_gather_matmul_rows": 2, "matmul_reduce_scatter": 1, "left": 1})
 there = {"matmul_all_to_all": 1, "all_to_all_matmul": 1}
 check("heads", heads, False, there)
 check("columns as they lie", as_they_lie, False, {"left": 2})
@@ -108,6 +113,8 @@ forward: 1 all_gather_matmul, 1 matmul_reduce_scatter; of collectives 0 nodes
 all rows on all ranks: 1 matmul_all_reduce; of collectives 0 nodes
 more dimensions: 1 all_gather_matmul, 1 matmul_reduce_scatter; of collectives 0 nodes
 rows of two products, an average, another dimension: 1 all_gather_matmul_rows, 1 left; of collectives 4 nodes
+a bias: 1 all_gather_matmul, 1 left; of collectives 2 nodes
+a bias, backward: 2 all_gather_matmul_rows, 1 left, 1 matmul_reduce_scatter; of collectives 2 nodes
 heads: 1 all_to_all_matmul, 1 matmul_all_to_all; of collectives 0 nodes
 columns as they lie: 2 left; of collectives 4 nodes
 heads, backward: 2 all_to_all_matmul_rows, 2 matmul_all_to_all; of collectives 0 nodes
@@ -118,7 +125,8 @@ backward: 2 all_gather_matmul_rows, 2 matmul_reduce_scatter; of collectives 0 no
 def test_compiled(tmp_path: Path) -> None:
     """Of products of what travels, of sums that alone are scattered, and of columns that are dealt out, operators are
     made, in forward and backward.
-    Rows that are needed again are a result, too: those of a forward pass are, and of a backward pass.
+    Rows that are needed again are a result, too: those of a forward pass are, and of a backward pass. A bias is added
+    to what an operator made.
     """
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)

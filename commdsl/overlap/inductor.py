@@ -3,7 +3,7 @@ product next to a functional collective, and puts an operator of ours in place o
 
 Assumes graphs after autograd, each of a forward or a backward alone, as Inductor has them. Does not touch collectives
 along another dimension than the first, averages, blocks of unequal length, nor sums that something else than one
-collective needs.
+collective needs, or that have a bias before they are sums.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 LAID = (*VIEWS, aten.permute.default, aten.clone.default)
+
+PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 SUMS: dict[Any, str] = {
     c10d.reduce_scatter_tensor.default: "matmul_reduce_scatter",
@@ -55,7 +57,7 @@ class MicroPipelineTP(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         functional.library()
-        for product in graph.find_nodes(op="call_function", target=aten.mm.default):
+        for product in [node for node in graph.nodes if node.target in PRODUCTS and not node.kwargs]:
             known = (_gathered(product), _returned(product), _summed(product), _exchanged(product))
             found = [one for one in known if one is not None]
             chosen = next((one for one in found if one.is_alone), None)
@@ -73,7 +75,7 @@ class MicroPipelineTP(CustomGraphPass):
 class _Found:
     """A product next to a collective: `gone`, from the last to the first. `end`: what an operator of ours gives in
     place of both; `is_alone`: it may. `there`: rows that came, where others need them, too; it gives these as well.
-    `width`: of the rows that it is given, where these may have another.
+    `width`: of the rows that it is given, where these may have another; `bias`: what is added to the product.
     """
 
     operator: str
@@ -85,6 +87,7 @@ class _Found:
     is_alone: bool
     there: Node | None = None
     width: Any = None
+    bias: Node | None = None
 
     @property
     def place(self) -> Node:
@@ -94,7 +97,7 @@ class _Found:
 
 def _gathered(product: Node) -> _Found | None:
     """A product of rows that were gathered."""
-    rows, factor = _nodes(product)
+    *bias, rows, factor = _nodes(product)
     path = _brought(rows, VIEWS, c10d.all_gather_into_tensor.default)
     if path is None:
         return None
@@ -102,12 +105,13 @@ def _gathered(product: Node) -> _Found | None:
     shard, _, group = gather.args
     assert isinstance(shard, Node)
     is_alone = len(gather.users) == 1 and _shape(shard)[-1] == _shape(rows)[-1] and len(_shape(shard)) > 1
-    return _of_brought(_Found("all_gather_matmul", shard, factor, str(group), product, (product, *path), is_alone))
+    found = _Found("all_gather_matmul", shard, factor, str(group), product, (product, *path), is_alone)
+    return _of_brought(replace(found, bias=next(iter(bias), None)))
 
 
 def _returned(product: Node) -> _Found | None:
     """A product of this rank's rows, of columns that each rank has sent, side by side."""
-    rows, factor = _nodes(product)
+    *bias, rows, factor = _nodes(product)
     path = _brought(rows, LAID, c10d.all_to_all_single.default)
     if path is None or len(_turned(path)) > 1:  # turned again, they are the columns of a gradient of weights
         return None
@@ -119,7 +123,7 @@ def _returned(product: Node) -> _Found | None:
     is_alone = len(exchange.users) == 1 and lies and _are_equal(came, sent)
     gone = (product, *path)
     found = _Found("all_to_all_matmul", blocks, factor, str(group), product, gone, is_alone, width=depth // ranks)
-    return _of_brought(found)
+    return _of_brought(replace(found, bias=next(iter(bias), None)))
 
 
 def _brought(rows: Node, laid: tuple[Any, ...], collective: Any) -> list[Node] | None:
@@ -150,10 +154,10 @@ def _exchanged(product: Node) -> _Found | None:
         return None
     _, came, sent, group = exchange.args
     (end,) = exchange.users
-    rows, factor = _nodes(product)
+    *bias, rows, factor = _nodes(product)
     (count, columns), ranks = _shape(product), len(sent)  # type: ignore[arg-type] # a list of numbers
     lies = _strides(path) == ((ranks, count, columns // ranks), (columns // ranks, columns, 1))
-    is_alone = len(path[-1].users) == 1 and lies and _are_equal(came, sent)
+    is_alone = len(path[-1].users) == 1 and lies and _are_equal(came, sent) and not bias
     gone = (end, exchange, *reversed(path))
     return _Found("matmul_all_to_all", rows, factor, str(group), end, gone, is_alone)
 
@@ -201,10 +205,10 @@ def _summed(product: Node) -> _Found | None:
         return None
     _, operation, *ranks, group = total.args
     (end,) = total.users
-    rows, factor = _nodes(product)
+    *bias, rows, factor = _nodes(product)
     is_alone = len(below.users) == 1 and operation == "sum" and all(_shape(rows)[0] % number == 0 for number in ranks)
     gone = (end, total, *reversed(path))
-    return _Found(SUMS[total.target], rows, factor, str(group), end, gone, is_alone)
+    return _Found(SUMS[total.target], rows, factor, str(group), end, gone, is_alone and not bias)
 
 
 def _unturned(matrix: Node) -> tuple[Node, bool]:
@@ -240,6 +244,9 @@ def _replace(graph: Graph, found: _Found) -> None:
             made, rows = (_call(graph, getitem, both, number) for number in range(2))
             found.there.replace_all_uses_with(_as(graph, rows, _shape(found.there)))
         made = _as(graph, made, [-1, *shape[1:]])
+    if found.bias is not None:  # which may be made after the rows have come
+        with graph.inserting_before(found.end):
+            made = _call(graph, aten.add.Tensor, made, found.bias)
     found.end.replace_all_uses_with(made)
     for node in found.gone:  # what waits has an effect, so that no pass of torch's takes it for dead
         if not node.users:
