@@ -81,12 +81,12 @@ class Gate:
             if quiet and gpu.current_context() == gpu.context and not gpu.capturing():
                 return call()
             with gpu.bound():
-                stream = torch.cuda.current_stream(gpu.index)
-                order.enter(stream)
+                stream, is_captured = torch.cuda.current_stream(gpu.index), gpu.capturing()
+                order.enter(stream, is_captured=is_captured)
                 try:
                     return call()
                 finally:
-                    order.leave(stream)
+                    order.leave(stream, is_captured=is_captured)
 
     def start(self, stream: Any, what: Callable[[], Made]) -> Made:
         """Starts something on that stream. Ctrl-C ends nothing half way where all of it is one list."""
@@ -97,12 +97,12 @@ class Gate:
         """As `start`, with the lock."""
         with self.gpu.bound():
             is_captured = self.gpu.capturing()
-            self._order.enter(stream)  # or refuses, and nothing has begun
+            self._order.enter(stream, is_captured=is_captured)  # or refuses, and nothing has begun
             try:
                 try:
                     return what()
                 finally:
-                    self._order.leave(stream)
+                    self._order.leave(stream, is_captured=is_captured)
             except Exception as error:
                 if not is_captured:
                     self._end_half_way(error)

@@ -109,8 +109,9 @@ class Multiplying:
         if (lie := tuple(map(torch.Tensor.stride, inputs))) not in self._lie:
             tensors.check(self._name, self._signature, inputs)
             keep(self._lie, lie, None, MAX_LAYOUTS)
-        made = [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in self._made]
-        between = [inputs[0].new_empty((len(names), *shape), dtype=dtype) for names, shape, dtype in self._between]
+        first = inputs[0]
+        made = [first.new_empty(*shape, dtype=dtype) for shape, dtype in self._made]  # faster than of one tuple
+        between = [first.new_empty(len(names), *shape, dtype=dtype) for names, shape, dtype in self._between]
         with self._visiting.region() as region:
             self._alone(partial(self._call, region, inputs, made, between, lie))
         return made

@@ -42,10 +42,10 @@ class StreamOrder:
         self._event: Any = None
         self._captured: tuple[int | None, int, Any] | None = None  # capture, stream, event
 
-    def enter(self, stream: Any) -> None:
+    def enter(self, stream: Any, *, is_captured: bool) -> None:
         """Makes the stream wait for the last call, if that ran on another one."""
         handle = stream.cuda_stream
-        if self._torch.cuda.is_current_stream_capturing():
+        if is_captured:
             last = self._captured
             if last is not None and last[0] == self._capture_id(handle) and last[1] != handle:
                 stream.wait_event(last[2])
@@ -54,9 +54,9 @@ class StreamOrder:
                 self._mark_late()
             stream.wait_event(self._event)
 
-    def leave(self, stream: Any) -> None:
+    def leave(self, stream: Any, *, is_captured: bool) -> None:
         """Marks the end of the call just launched."""
-        if self._torch.cuda.is_current_stream_capturing():
+        if is_captured:
             event = self._torch.cuda.Event()
             event.record(stream)
             self._captured = (self._capture_id(stream.cuda_stream), stream.cuda_stream, event)

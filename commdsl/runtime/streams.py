@@ -169,16 +169,17 @@ class CallersStream:
     def __init__(self, index: int, last: Any = None) -> None:
         """`last`: an end that nobody will ask for again, whose event may mark the next."""
         self._main, self._last = torch.cuda.current_stream(index), last
+        self._is_captured = torch.cuda.is_current_stream_capturing()
 
     def end(self) -> Any:
-        if torch.cuda.is_current_stream_capturing():
+        if self._is_captured:
             return None
         event = self._last[1] if self._last is not None and self._is_behind(self._last) else torch.cuda.Event()
         event.record(self._main)
         return self._main, event
 
     def follow(self, end: Any) -> bool:
-        if torch.cuda.is_current_stream_capturing():
+        if self._is_captured:
             return True
         if end is not None and not self._is_behind(end):
             self._main.wait_event(end[1])
