@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from commdsl.ir.functions import ROWWISE, Extent
 from commdsl.ir.schedules import Schedule, Statement, Step
 from commdsl.language.diagnostics import CommError, Diagnostic, Label
 from commdsl.language.kinds import BufferKind
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
+
+NUMBER = "float32"
+"""As kernels read one, whatever the rows are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,7 @@ def _behind(schedule: Schedule) -> Behind:
         span,
     )
     _check_buffers(schedule, found, moved)
+    _check_types(schedule, found)
     return found
 
 
@@ -85,6 +90,19 @@ def _check_buffers(schedule: Schedule, found: Behind, moved: list[Statement]) ->
             raise _fault(
                 found.span, f"it writes `{name}`, which is not its own output", f"declare an `output {name}` for it"
             )
+
+
+def _check_types(schedule: Schedule, found: Behind) -> None:
+    """A number is float32, whatever the rows are; all else is as they are."""
+    extents = zip(found.given, ROWWISE[found.function].given, strict=True)
+    numbers = {number for number, extent in extents if extent is Extent.NUMBER}
+    for number, buffer in enumerate(schedule.buffers):
+        wanted = NUMBER if number in numbers else None
+        if buffer.element != wanted:
+            what = f"`{buffer.name}` is {'a number' if wanted else 'as the rows are'}"
+            label = f"{what}, of type {buffer.element}" if buffer.element else f"{what}, of no type"
+            plain = f"{buffer.kind.value} {buffer.name}"
+            raise _fault(buffer.span, label, f"declare `{plain} {wanted}`" if wanted else f"declare `{plain}`")
 
 
 def _fault(span: Span, label: str, help: str) -> CommError:
