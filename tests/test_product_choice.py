@@ -265,6 +265,8 @@ def test_refusals() -> None:
         auto.choice("all_gather_matmul", 7, 8, 8, ranks=2)
     with pytest.raises(ArgumentError, match="8 x 0 x 8 of 2 bytes on 2 ranks is no product"):
         auto.choice("all_gather_matmul", 8, 0, 8, ranks=2)
+    with pytest.raises(ArgumentError, match=r"of whole numbers, not 2\.5"):
+        auto.choice("all_gather_matmul", 8, 2.5, 8, ranks=2)  # type: ignore[arg-type]
 
 
 def test_what_no_schedule_multiplies() -> None:

@@ -170,12 +170,13 @@ def test_no_race(name: str) -> None:
 @pytest.mark.parametrize(("name", "ranks", "pieces"), CASES[:2] + CASES[3:5] + CASES[6:])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_calls(name: str, ranks: int, pieces: int, dtype: Any) -> None:
-    """Call after call, each with other numbers, and with other shapes between them."""
+    """Call after call, each with other numbers, and with other shapes between them, some of nothing."""
     op = commdsl.load(name, params={"C": pieces}, ranks=ranks)
+    shapes = ((2, 8, 3), (5, 16, 24), (2, 0, 3), (2, 8, 0), (0, 8, 3), (2, 8, 3))
 
     def work(rank: int, group: str) -> list[Any]:
         made = []
-        for rows, depth, columns in ((2, 8, 3), (5, 16, 24), (2, 8, 3)):
+        for rows, depth, columns in shapes:
             x, w = given(name, ranks, rows * pieces, depth, columns)
             result = op(torch.tensor(x[rank]).to(dtype), torch.tensor(w[rank]).to(dtype), group=group)
             if name == WITH_ROWS:
@@ -185,7 +186,7 @@ def test_calls(name: str, ranks: int, pieces: int, dtype: Any) -> None:
         return made
 
     found = in_group(ranks, work)
-    for at, (rows, depth, columns) in enumerate(((2, 8, 3), (5, 16, 24), (2, 8, 3))):
+    for at, (rows, depth, columns) in enumerate(shapes):
         want = wanted(name, *given(name, ranks, rows * pieces, depth, columns))
         for rank in range(ranks):
             assert found[rank][at].dtype == dtype

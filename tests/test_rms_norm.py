@@ -263,10 +263,18 @@ def test_refusals() -> None:
         ((ones(2, 8), ones(2, 8), ones(7), ones(1)), r"a row of `x` \(8,\)"),
         ((ones(2, 8), ones(2, 7), ones(8), ones(1)), "equally long"),
         ((ones(2, 8), ones(2, 8), ones(8), ones(1).double()), "float32"),
+        ((ones(2, 8), ones(2, 8), ones(8), ones(2)), r"`eps` is one number, not \(2,\)"),
         ((ones(2, 8).int(), ones(2, 8).int(), ones(8).int(), ones(1)), "floats of one type"),
     ):
         with pytest.raises(commdsl.TensorError, match=words):
             op(*given, group=group)
+
+    def back(rank: int, group: str) -> None:
+        _, z = op(ones(2, 8, requires_grad=True), ones(2, 8), ones(8), ones(1), group=group)
+        with pytest.raises(commdsl.GradientError, match="`allreduce_rms_norm` has no gradient"):
+            z.sum().backward()
+
+    in_group(2, back)
 
 
 def test_ranks_agree_on_eps() -> None:

@@ -25,7 +25,7 @@ class Backward:
 def backward(schedule: Schedule) -> Backward | None:
     """The way back through the usual collectives, None for everything else."""
     contract = schedule.contracts[0]
-    computes = any(not isinstance(step, Step) for step in schedule.steps)
+    computes = bool(schedule.rowwise) or any(not isinstance(step, Step) for step in schedule.steps)
     if len(schedule.contracts) != 1 or computes or schedule.names_operations:
         return None
     root = () if contract.root is None else (("root", contract.root),)

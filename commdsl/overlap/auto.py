@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product as pairs
-from typing import TypeAlias
+from typing import SupportsIndex, TypeAlias
 
 from commdsl import compiler
 from commdsl.attention.machines import Machine, of_device
@@ -145,6 +145,9 @@ def choice(
     """
     if operator not in PRODUCTS:
         raise ArgumentError(f"expected one of {', '.join(PRODUCTS)}, got `{operator}`")
+    for number in (rows, depth, columns, ranks, itemsize):
+        if not isinstance(number, SupportsIndex):
+            raise ArgumentError(f"a product on ranks is of whole numbers, not {number!r}")
     if min(rows, depth, columns, ranks, itemsize) < 1:
         raise ArgumentError(f"{rows} x {depth} x {columns} of {itemsize} bytes on {ranks} ranks is no product")
     if rows % ranks and operator not in ANY_ROWS:

@@ -9,7 +9,7 @@ are so few that each is cut into equal parts for lanes of one cluster of blocks,
 
 from __future__ import annotations
 
-from commdsl.ir.functions import ROWWISE
+from commdsl.ir.functions import ROWWISE, Extent
 from commdsl.language.records import dataclass
 from commdsl.program.moves import Origin
 
@@ -28,3 +28,9 @@ class ByRow:
     def row(self) -> int:
         """The tensor that is as long as a row."""
         return self.given[ROWWISE[self.function].row]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The tensors that are one number each."""
+        extents = zip(self.given, ROWWISE[self.function].given, strict=True)
+        return tuple(tensor for tensor, extent in extents if extent is Extent.NUMBER)

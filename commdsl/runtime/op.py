@@ -144,6 +144,7 @@ class Op:
         the same time, and what takes a while the first time is over. Raises OpError where it has no time stamps.
         """
         given.tensors(self.name, inputs, self.num_inputs, self.num_scales)
+        inputs = tuple(tensor.detach() for tensor in inputs)
         if not (plan := self.program(self.ranks).plan).is_visited and plan.moves.has_heads:
             raise OpError(f"`{self.name}` has as many rounds as peers say: its kernel has no time stamps")
         call = self.stamped.bound(inputs, groups.name_of(group), given.asked(op, timeout, lengths))

@@ -257,7 +257,8 @@ class Cut:
         parts: tuple[Part, ...] = self._parts.get(port.name, ())
         if not parts:
             return {port.name: tensor}
-        cut = tensor if tensor.dim() == 3 else tensor.view(port.blocks, -1, tensor.shape[1])
+        rows = tensor.shape[0] // port.blocks  # of nothing, torch does not say
+        cut = tensor if tensor.dim() == 3 else tensor.view(port.blocks, rows, tensor.shape[1])
         return {part.name: cut[part.chunks[self._rank]] for part in parts}
 
 

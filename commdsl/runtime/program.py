@@ -71,6 +71,7 @@ class Signature:
     has_reduction: bool  # which calls say how to do
     in_place: tuple[int, ...] | None  # for each output the input it may overwrite; None: there is no in-place variant
     row: int | None = None  # which input is one row of the others
+    numbers: tuple[int, ...] = ()  # which inputs are one number each
     cast: str | None = None  # what values are rounded to on their way
     combines: bool = False  # whether there is a reduction, of calls or of the text
     scales: tuple[str, ...] = ()  # what follows the inputs where float8 is multiplied: a number of each factor
@@ -339,6 +340,7 @@ def _signature(schedule: Schedule, plan: Plan) -> Signature:
         plan.moves.asks,
         tuple(names.index(port.name) for port in outputs) if outputs and safe else None,
         None if plan.by_row is None else tensors[plan.by_row.row][1],
+        () if plan.by_row is None else tuple(tensors[number][1] for number in plan.by_row.numbers),
         None if schedule.cast is None else schedule.cast.words,
         plan.moves.has_reduction,
     )

@@ -76,7 +76,7 @@ def lies_in_lines(tensor: torch.Tensor) -> bool:
 
 
 def _check_row(name: str, signature: Signature, row: int, tensors: Sequence[torch.Tensor]) -> None:
-    """What is made row by row is of floats, and whole rows."""
+    """What is made row by row is of floats, and whole rows; a number is one."""
     first, one = tensors[0], tensors[row]
     rows, port = signature.inputs[0].name, signature.inputs[row].name
     if not first.dtype.is_floating_point or one.dtype != first.dtype:
@@ -84,6 +84,10 @@ def _check_row(name: str, signature: Signature, row: int, tensors: Sequence[torc
     if one.dim() != 1 or first.dim() == 0 or one.shape != first.shape[-1:]:
         what = f"`{port}` is {tuple(one.shape)}, a row of `{rows}` {tuple(first.shape[-1:])}"
         raise TensorError(f"`{name}`: {what}, and they are equally long")
+    for number in signature.numbers:
+        if tensors[number].numel() != 1:
+            port, shape = signature.inputs[number].name, tuple(tensors[number].shape)
+            raise TensorError(f"`{name}`: `{port}` is one number, not {shape}")
 
 
 def _check_product(
