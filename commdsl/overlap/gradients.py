@@ -21,7 +21,7 @@ Gradients: TypeAlias = tuple[Tensor | None, Tensor | None]
 
 def padded(back: Callable[..., tuple[Any, ...]], ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
     """None for all inputs but tensors: scales, too, are none where there are gradients."""
-    return (*back(ctx, *gradients), *(None for _ in range(ctx.others)))
+    return (*back(ctx, *gradients), *ctx.others * (None,))
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

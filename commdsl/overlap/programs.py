@@ -50,7 +50,7 @@ def operands(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) -
 
 def _in_lines(matrix: torch.Tensor) -> torch.Tensor:
     """As products read it: by rows or by columns."""
-    return matrix if lies_in_lines(matrix) else matrix.contiguous()
+    return matrix if matrix.is_contiguous() or lies_in_lines(matrix) else matrix.contiguous()
 
 
 def program(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) -> Op | None:

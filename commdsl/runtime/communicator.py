@@ -173,8 +173,9 @@ class Communicator(Breaking, ABC):
 
     def ready(self) -> None:
         """Raises where no call can be made now."""
-        self.refuse_if_broken()
-        self.check()
+        if self.broken is not None or not self.errors.is_blank():
+            self.refuse_if_broken()
+            self.check()
 
     def prepare(
         self, program: Program, blocks: Blocks, dtype: str, op: str, seconds: float | None, about: str, row_bytes: int

@@ -115,8 +115,10 @@ class Regions:
     def find(self, user: str, nbytes: int) -> Region | None:
         """One that is free and large enough, for an op of that name."""
         self._users.add(user)
-        free = (region for region in self._all if not region.is_taken and region.nbytes >= nbytes)
-        return next(free, None)
+        for region in self._all:
+            if not region.is_taken and region.nbytes >= nbytes:
+                return region
+        return None
 
     def grow(self, make: Callable[[], Region], finish: Callable[[], None]) -> Region:
         """A larger one, in place of those that are free. `finish`: waits for what may still touch them."""

@@ -90,8 +90,10 @@ class Visiting:
 
     def serves(self, behind: object) -> bool:
         """As `Call.serves`."""
-        spaces = self._workspaces
-        return bool(spaces) and not any(one.is_closed for one in spaces) and behind is self._owner()
+        for one in self._workspaces:
+            if one.is_closed:
+                return False
+        return bool(self._workspaces) and behind is self._owner()
 
     def __call__(
         self,
