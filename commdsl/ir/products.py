@@ -63,6 +63,9 @@ def stopping(schedule: Schedule) -> Stopping:
     """Raises CommError (C592) where a product is none that a kernel runs."""
     if not schedule.has_products or any(isinstance(step, Yield) and step.is_product for step in schedule.steps):
         return Stopping(schedule, ())
+    for buffer in schedule.buffers:
+        if buffer.like is not None:
+            raise _fault(buffer.span, "products say how long its blocks are", f"leave `like {buffer.like}` out")
     steps = tuple(_grouped(schedule))
     parts = _Parts(schedule, steps)
     made: list[AnyStep] = []
@@ -282,7 +285,7 @@ class _Parts:
             if not parts:
                 yield buffer
             for number in range(len(parts)):
-                like = buffer.like if number == 0 else _name(buffer, 0)
+                like = None if number == 0 else _name(buffer, 0)
                 yield replace(buffer, name=_name(buffer, number), dims=(), blocks=1, cut=1, like=like)
 
 
