@@ -24,6 +24,7 @@ from benchmarks.products_report import (
     IN_TURN,
     LIBRARY,
     OURS,
+    PUSHED,
     STREAMS,
     Case,
     Element,
@@ -178,7 +179,8 @@ class Stage:
         if name == CHOSEN:
             named = dict(zip(("scale_x", "scale_w"), self.scales, strict=False))
             return partial(getattr(commdsl.overlap, OPERATORS[self.case.way]), x, w, **named)
-        pieces, tune = OURS.get(name, 2), {"matmul": "library"} if name == LIBRARY else {}
+        pieces = (OURS | PUSHED).get(name, 2)
+        tune = {"matmul": "library"} if name == LIBRARY else {"matmul": "push"} if name in PUSHED else {}
         op = commdsl.load(self.operator.schedule, params={"C": pieces}, ranks=self.case.ranks, tune=tune)
         rows, factor = self.operands()
         return lambda: op(rows, factor, *self.scales)  # type: ignore[return-value]  # one result

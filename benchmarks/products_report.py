@@ -6,7 +6,7 @@ measure and does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
@@ -24,6 +24,9 @@ STREAMS = {"in sequence": 1, "two streams, 2": 2, "two streams, 4": 4}
 OURS = {"commdsl, 1": 1, "commdsl, 2": 2, "commdsl, 4": 4}
 """With the pieces in which each rank's rows travel."""
 
+PUSHED = {"commdsl, 2, pushed": 2, "commdsl, 4, pushed": 4}
+"""The same where products put what they make for others there themselves."""
+
 LIBRARY, IN_TURN, CHOSEN = "commdsl, 2, by cuBLAS", "commdsl, in sequence", "commdsl"
 """Of ours, products of torch's beside what travels, and one after the other; and what `overlap` chooses."""
 
@@ -31,7 +34,7 @@ CONTENDERS = {
     ALONE: Kind.LIMIT,
     **dict.fromkeys(STREAMS, Kind.PEER),
     ASYNC: Kind.PEER,
-    **dict.fromkeys((*OURS, LIBRARY, IN_TURN, CHOSEN), Kind.OURS),
+    **dict.fromkeys((*OURS, *PUSHED, LIBRARY, IN_TURN, CHOSEN), Kind.OURS),
 }
 
 COLUMNS = ("way", "rows", "depth", "columns", "element", "ranks", "calls", "contender", "kind", "median_us", "p10_us",
@@ -124,19 +127,21 @@ class Row(Contest):
 
 def overview(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
     """One line a row: every contender's microseconds, then what is chosen beside floor and best peer; `*` where a
-    figure is missed.
+    figure is missed. Who was never measured has no column.
     """
-    return ["", "M x K x N", *CONTENDERS, "floor", "of floor", "of peer", ""], [_line(row) for row in rows]
+    rows = list(rows)
+    names = [name for name in CONTENDERS if any(row.time_of(name) is not None for row in rows)]
+    return ["", "M x K x N", *names, "floor", "of floor", "of peer", ""], [_line(row, names) for row in rows]
 
 
-def _line(row: Row) -> list[str]:
+def _line(row: Row, names: Sequence[str]) -> list[str]:
     misses = row.misses()
     cells = {"of floor": number(row.over_floor(), 2), "of peer": number(row.over_peer(), 2)}
     faults = [f"{result.name}: {result.status}" for result in row.results if result.status != "ok"]
     return [
         str(row.case.way),
         row.case.name,
-        *(number(row.time_of(name), 0) for name in CONTENDERS),
+        *(number(row.time_of(name), 0) for name in names),
         number(row.floor, 0),
         *(("*" if name in misses else "") + text for name, text in cells.items()),
         "; ".join(faults)[:60],

@@ -23,9 +23,8 @@ from test_products import EXCHANGE, GATHER, REDUCE, RETURN, SCATTER, WITH_ROWS, 
 from thread_ranks import in_group  # noqa: E402
 
 import commdsl  # noqa: E402
-from commdsl.ir.products import MATMUL  # noqa: E402
-from commdsl.program.launches import Visit  # noqa: E402
-from commdsl.program.visited import launches, visits  # noqa: E402
+from commdsl.build.matmul import ELSEWHERE  # noqa: E402
+from commdsl.program.pushed import NOTHING, pushes  # noqa: E402
 from commdsl.runtime import again, fused, groups  # noqa: E402
 from commdsl.runtime.again import Again  # noqa: E402
 from commdsl.runtime.communicator import Communicator  # noqa: E402
@@ -57,59 +56,59 @@ class Room(threading.local):
         return self._places[key]
 
 
-class Products:
-    """In place of `Fused`: all products are one kernel, which waits for words and counts in them."""
+class Products(fused.Fused):
+    """All products are one kernel, which waits for words and counts in them, and is none of a GPU's."""
 
-    def __init__(self, gpu: FakeGpu, plan: Any, places: Any) -> None:
-        self.visits = tuple(phase for phase in visits(plan) if isinstance(phase, Visit))
-        self.sums = fused._summed(self.visits)  # by turn
-        self.turns = list(fused.turns_of(plan, places))
-        self.launches, self.gpu = len(launches(plan)), gpu
+    def __init__(self, gpu: FakeGpu, *given: Any) -> None:
+        self._gpu = gpu
+        super().__init__(*given)
 
-    def over(self, scales: Any, streams: Any, held: Mapping[Any, Any]) -> tuple[Any, dict[str | None, Any]]:
-        num_words = self.launches + len(self.turns)
-        at = streams.zeroed(num_words, held[self.visits[0].reads[0]])
-        words = (ctypes.c_uint64 * num_words).from_address(at)
+    def _kernel(self, rows: Any, factor: Any) -> Any:
+        one = Kernel(self._gpu)
+        return SimpleNamespace(kernel=one, awaiting=one, waiting=self._waiting, product=None, tiling=None)
+
+    def _prepared(self, kernel: Any, held: Mapping[Any, Any], beside: Any, landing: tuple[int, ...]) -> Any:
+        words = (ctypes.c_uint64 * self._words).from_address(beside.words)
+        pushed = [*self._pushed(held, landing)]
         left: list[int] = []
 
         def start() -> None:
             assert not left
-            left.extend(range(len(self.turns)))
-            self.gpu.here.product = go_on
+            left.extend(range(len(self._turns)))
+            self._gpu.here.product = go_on
             go_on()
 
         def go_on() -> bool:
             """As many turns as what they wait for is there for; whether those were the last."""
             for number in tuple(left):
-                turn = self.turns[number]
-                needed = [turn.sums_there, *(source.there for source in turn.sources)]
+                turn = self._turns[number]
+                needed = [turn.sums_there, turn.push.there, *(source.there for source in turn.sources)]
                 if all(words[one] for one in needed if one >= 0):
-                    make = Summing(()) if len(self.sums[number]) > 1 else multiply
-                    for one in self.sums[number]:
-                        out = tuple(held[kept] for kept in one.writes)
-                        make(number, *(held[kept] for kept in one.reads), out=out if len(out) > 1 else out[0])
+                    self._make(number, held, pushed)
                     left.remove(number)
                     if turn.stored >= 0:
                         words[turn.stored] = 1
             return not left
 
-        def waiting(word: int, least: int) -> Any:
-            def wait() -> None:
-                go_on()
-                assert words[(word - at) // 8] >= least, "nothing goes on"
+        return SimpleNamespace(blocks=1, threads=1, cluster=1, pointers=start)
 
-            return SimpleNamespace(blocks=1, threads=1, cluster=1, pointers=wait)
+    def _make(self, number: int, held: Mapping[Any, Any], pushed: list[Any]) -> None:
+        turn, products = self._turns[number], fused._summed(self._products)[number]
+        make = Summing(()) if len(products) > 1 else multiply
+        for one in products:
+            out = [held[kept] for kept in one.writes]
+            if turn.result == ELSEWHERE:
+                out[0] = torch.empty_like(out[0])
+            make(number, *(held[kept] for kept in one.reads), out=tuple(out) if len(out) > 1 else out[0])
+        for place in pushed[turn.push.first :][: turn.push.count]:
+            ctypes.memmove(place.address + turn.push.at * place.step, out[0].data_ptr(), out[0].nbytes)
 
-        one = Kernel(self.gpu)
-        kernel = SimpleNamespace(kernel=one, awaiting=one, waiting=waiting, product=None, tiling=None)
+    def _waiting(self, word: int, least: int) -> Any:
+        def wait() -> None:
+            self._gpu.here.product()
+            assert ctypes.c_uint64.from_address(word).value >= least, "nothing goes on"
 
-        def begin(number: int, *_: object, out: object) -> None:
-            if number == 0:
-                launch = SimpleNamespace(blocks=1, threads=1, cluster=1, pointers=start)
-                streams.launch(kernel.kernel, launch, beside=False)
-
-        turn_of = [number for number, of in enumerate(self.sums) for _ in of]
-        return fused._Words(streams, kernel, at, self.launches, turn_of), {MATMUL: begin}  # type: ignore[arg-type]
+        return SimpleNamespace(blocks=1, threads=1, cluster=1, pointers=wait)
 
 
 class Kernel:
@@ -155,8 +154,12 @@ def made(gpu: FakeGpu, room: Room, monkeypatch: pytest.MonkeyPatch) -> list[Agai
 
     def multiplying(one: Multiplying, *given: Any) -> None:
         plain(one, *given)
-        _, communicator, program, *_ = given
-        one._fused = Products(gpu, program.visits.plan, one._cut.places)  # type: ignore[assignment]
+        _, communicator, program, _, inputs = given
+        plan, parts = program.visits.plan, program.visits.parts
+        pushed = pushes(plan, parts, communicator.rank) if program.visits.pushes else NOTHING
+        operands = fused._products(plan)[0].reads[:2]
+        rows, factor = (one._cut.operand(kept, one._cut.given(inputs)) for kept in operands)
+        one._fused = Products(gpu, plan, one._cut.places, rows, factor, rows.dtype, pushed)
         one._again, one._alone = Again(communicator), communicator.gate.alone
         driver = one._again._driver
         one._again._driver = replace(driver, launch=partial(launch, gpu, driver.launch))
@@ -179,10 +182,10 @@ def run(gpu: FakeGpu, body: Callable[[int, str], None]) -> None:
 class Caller:
     """Calls of an op on one rank, each held against what it must give."""
 
-    def __init__(self, gpu: FakeGpu, room: Room, name: str, rank: int, group: str) -> None:
+    def __init__(self, gpu: FakeGpu, room: Room, name: str, rank: int, group: str, matmul: str = "kernel") -> None:
         self.gpu, self.room, self.group, self.rank = gpu, room, group, rank
         self.name = name
-        self.op = commdsl.load(name, params={"C": PIECES}, ranks=RANKS)
+        self.op = commdsl.load(name, params={"C": PIECES}, ranks=RANKS, tune={"matmul": matmul})
         self.x, self.w = given(name, RANKS, *SIZE)
         self.want = torch.tensor(wanted(name, self.x, self.w)[rank])
         self.rows, self.factor = torch.tensor(self.x[rank]), torch.tensor(self.w[rank])
@@ -211,14 +214,18 @@ class Caller:
         return [(one.copy, one.turn, {at[number] for number in one.before if number in at}) for one in found]
 
 
-@pytest.mark.parametrize("name", [GATHER, WITH_ROWS, SCATTER, REDUCE, EXCHANGE, RETURN])
-def test_a_list_is_the_call(gpu: FakeGpu, room: Room, made: list[Again], name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "matmul"),
+    [(name, "kernel") for name in (GATHER, WITH_ROWS, SCATTER, REDUCE, EXCHANGE, RETURN)]
+    + [(name, "push") for name in (SCATTER, REDUCE, EXCHANGE)],
+)
+def test_a_list_is_the_call(gpu: FakeGpu, room: Room, made: list[Again], name: str, matmul: str) -> None:
     """The same numbers come of it, and the driver is asked for the same copies and kernels, of which the same come
     behind the same others; calls on other tensors come between those on the same ones.
     """
 
     def body(rank: int, group: str) -> None:
-        caller = Caller(gpu, room, name, rank, group)
+        caller = Caller(gpu, room, name, rank, group, matmul)
         first = caller.asked(1)
         for number in range(2, 8):
             assert caller.asked(number) == first
@@ -226,6 +233,19 @@ def test_a_list_is_the_call(gpu: FakeGpu, room: Room, made: list[Again], name: s
 
     run(gpu, body)
     assert [len(one._known) for one in made] == [1] * RANKS
+
+
+@pytest.mark.parametrize("name", [SCATTER, REDUCE, EXCHANGE])
+def test_what_is_pushed_is_not_copied(gpu: FakeGpu, room: Room, made: list[Again], name: str) -> None:
+    """Between ranks nothing but flags goes beside the product, and it is told when peers are ready, before it ends."""
+
+    def body(rank: int, group: str) -> None:
+        asked = Caller(gpu, room, name, rank, group, "push").asked(1)
+        assert not [copy for copy, *_ in asked if copy]
+        plain = [turn for copy, turn, _ in Caller(gpu, room, name, rank, group).asked(1) if not copy]
+        assert len(asked) == len(plain)
+
+    run(gpu, body)
 
 
 def test_streams(gpu: FakeGpu, room: Room, made: list[Again]) -> None:

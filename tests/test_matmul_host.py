@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from fake_hopper import FakeHopper, Move  # noqa: E402 - after the check for torch
 
 from commdsl.build.headers import include_dir  # noqa: E402
-from commdsl.build.matmul import FLOAT8, Product, Source, Tiling, Turn, cut_tiles, stores  # noqa: E402
+from commdsl.build.matmul import ELSEWHERE, FLOAT8, Product, Push, Source, Tiling, Turn, cut_tiles, stores  # noqa: E402
 from commdsl.runtime.matmul import Addresses, Matmul, Matrices  # noqa: E402
 
 P = Product
@@ -28,6 +28,9 @@ FORMS = {
     "256 rows": (P(0, 0, 0, residual=True), Tiling(80, 1, 2, rows=256)),
     "gated, with time stamps": (P(0, 0, 0, bias=True, gated=True), Tiling(128, 2)),
     "by columns, to float32": (P(0, 0, 0, "float16", "float32", a_deep=False, b_deep=False), Tiling(128, 1, 2)),
+    "pushed, stored late": (P(0, 0, 0, residual=True, pushed=3, turns=3), Tiling(256, 2, 4)),
+    "pushed, clusters of the depth": (P(0, 0, 0, residual=True, pushed=4, turns=3), Tiling(96, 1, split=4)),
+    "pushed, 256 rows": (P(0, 0, 0, pushed=2, turns=2), Tiling(160, 1, 2, rows=256)),
     "copies, stored late": (P(0, 0, 0, copies=True, turns=3), Tiling(256, 2, 4)),
     "copies, clusters of the depth": (P(0, 0, 0, b_deep=False, copies=True, turns=2), Tiling(128, 1, split=2)),
 }
@@ -77,7 +80,15 @@ class Case:
         sources = tuple(self._source(number * self.product.sources + at) for at in range(self.product.sources))
         count = self.dice.randrange(3) if self.product.residual else 0
         copied = self.dice.choice((-1, self.product.turns - 1 - number)) if self.product.copies else -1
-        return Turn(sources, (self.dice.randrange(2), number), 2 * number, count, self._word(), number, copied)
+        push = self._push(number) if self.product.pushed else Push()
+        result = ELSEWHERE if push.count and self.dice.randrange(2) else (self.dice.randrange(2), number)
+        return Turn(sources, result, 2 * number, count, self._word(), number, copied, push)
+
+    def _push(self, turn: int) -> Push:
+        """To as many places as are drawn, in each to a matrix of the turn's own."""
+        first = self.dice.randrange(self.product.pushed)
+        count = self.dice.randrange(self.product.pushed - first + 1)
+        return Push(first, count, turn, self._word()) if count else Push()
 
     def _source(self, matrix: int) -> Source:
         there = self._word()
@@ -121,6 +132,8 @@ class Tensors:
         self.made = [nothing(self.sums[: product.turns]) for _ in range(2)]
         self.kept = nothing(self.x)
         self.sent = nothing(self.made[0])  # what goes on as soon as a turn's tiles are counted
+        self.pushed = [nothing(self.made[0]) for _ in range(product.pushed)]
+        self.found = nothing(self.made[0])  # what was where a turn is pushed to when peers were ready
 
     def _whole(self, count: int, rows: int, columns: int, dtype: torch.dtype, *, deep: bool = True) -> torch.Tensor:
         """Matrices, by rows where they are `deep`, else by columns."""
@@ -143,15 +156,19 @@ class Tensors:
         )
         w, sums, kept = (Matrices.of(one) for one in (self.w, self.added, self.kept))
         rows, made = ([Matrices.of(one) for one in both] for both in (self.rows, self.made))
-        kernel(kernel.prepare(rows, w, made, sums, beside, kept))
+        kernel(kernel.prepare(rows, w, made, sums, beside, kept, [Matrices.of(one) for one in self.pushed]))
         kept_now = nothing(self.x)
         for number, turn in enumerate(turns):
-            tensor, matrix = turn.result
-            torch.testing.assert_close(self.made[tensor][matrix], self._wanted(turn), **self._tolerance())
+            for one in self._made(turn):
+                torch.testing.assert_close(one, self._wanted(turn), **self._tolerance())
             if turn.copied >= 0:
                 kept_now[turn.copied] = self.x[turn.sources[0].rows[1]]
             if turn.stored >= 0:
-                assert torch.equal(self.sent[number], self.made[tensor][matrix])
+                assert torch.equal(self.sent[number], next(self._made(turn)))
+        places = sum(len([*self._made(turn)]) for turn in turns)
+        written = [one for one in (*self.made, *self.pushed) for one in one if not one.isnan().all()]
+        assert len(written) == places, "nothing is stored anywhere else"
+        assert self.found.isnan().all(), "what is pushed waits until peers are ready"
         if product.copies:
             assert torch.equal(self.kept.view(torch.uint8), kept_now.view(torch.uint8)), "rows that are kept"
         begin, ready, end, _ = stamps.t()
@@ -166,14 +183,24 @@ class Tensors:
                 yield Move(self.x[matrix], self.rows[tensor][matrix], raised=self._word(one.there))
             span = slice(turn.first, turn.first + turn.count)
             yield Move(self.sums[span], self.added[span], raised=self._word(turn.sums_there))
+            if turn.push.there >= 0:
+                before = self.pushed[turn.push.first][turn.push.at]
+                yield Move(before, self.found[turn.push.at], raised=self._word(turn.push.there))
+
+    def _made(self, turn: Turn) -> Iterator[torch.Tensor]:
+        """Wherever a turn's result goes: here, and where it is pushed to."""
+        if turn.result != ELSEWHERE:
+            tensor, matrix = turn.result
+            yield self.made[tensor][matrix]
+        for place in range(turn.push.first, turn.push.first + turn.push.count):
+            yield self.pushed[place][turn.push.at]
 
     def _going(self) -> Iterator[Move]:
         """As soon as all tiles of a turn are counted."""
         least = stores(self.case.product, self.case.tiling)
         for number, turn in enumerate(self.case.turns):
             if turn.stored >= 0:
-                tensor, matrix = turn.result
-                yield Move(self.made[tensor][matrix], self.sent[number], self._word(turn.stored), least)
+                yield Move([*self._made(turn)][-1], self.sent[number], self._word(turn.stored), least)
 
     def _word(self, number: int) -> int:
         return self.words.data_ptr() + 8 * number if number >= 0 else 0
@@ -278,6 +305,12 @@ FAULTS = {
         "const",
         "stored late",
         "not equal",
+    ),
+    "peers are pushed to before they are ready": (
+        "await_word(this->word(push.there), 1, this->args.timeout_ns);",
+        "",
+        "pushed, 256 rows",
+        "waits until peers are ready",
     ),
     "a block ends before the others of its cluster": (
         "if (Shape::kBlocks > 1) cluster_barrier<Shape::kBlocks>();  // what",

@@ -20,6 +20,7 @@ from commdsl.machine.dtypes import BY_NAME
 from commdsl.machine.resources import data_dir
 from commdsl.program.launches import Launch, Visit
 from commdsl.program.plan import Plan
+from commdsl.program.pushed import pushes
 from commdsl.program.visited import landing, launches, visits
 
 torch = pytest.importorskip("torch")
@@ -191,6 +192,60 @@ def test_calls(name: str, ranks: int, pieces: int, dtype: Any) -> None:
         for rank in range(ranks):
             assert found[rank][at].dtype == dtype
             assert (found[rank][at].double().numpy() == want[rank]).all()
+
+
+@pytest.mark.parametrize(("name", "ranks", "pieces"), [one for one in CASES if one[0] in (SCATTER, REDUCE, EXCHANGE)])
+def test_what_products_push(name: str, ranks: int, pieces: int) -> None:
+    """Whatever a product makes for others, each time to the peers and places that copies of its launch would go to."""
+    schedule, plan = checked(name, ranks, pieces)
+    parts = stopping(schedule).parts
+    for rank in range(ranks):
+        found = pushes(plan, parts, rank)
+        within = int(name == EXCHANGE)  # what comes of an exchange is laid in order, on the rank itself
+        assert {one.launch for one in found.of.values()} == set(range(len(launches(plan)) - within))
+        for source, one in found.of.items():
+            launch = launches(plan)[one.launch]
+            places = found.places[one.first : one.first + one.count]
+            assert launch.reads == (source,)
+            assert {written[one.at] for _, written in places} == {*launch.writes}
+            assert len({peer for peer, _ in places} - {rank}) == one.count
+            assert one.is_kept == (name == REDUCE and source.name.startswith("y"))
+
+
+@pytest.mark.parametrize("name", [GATHER, WITH_ROWS, RETURN])
+def test_what_no_product_has_made_is_not_pushed(name: str) -> None:
+    schedule, plan = checked(name, 3, 2)
+    assert not pushes(plan, stopping(schedule).parts, 1).of
+
+
+LATE = """
+schedule late for P ranks where P == 2 {
+  input x[P blocks, 3 blocks]
+  input w
+  scratch c[3 blocks]
+  scratch s
+  output y[3 blocks]
+  ensure each r, i in 0 ..< 3 { y[i] == sum(x[r, i] @ all) }
+  each r { compute matmul(x[(r + 1) % P, 0], w -> c[0]) }
+  each r { compute matmul(x[(r + 1) % P, 1], w -> c[1]) }
+  each r { compute matmul(x[(r + 1) % P, 2], w -> c[2]) }
+  for i in 0 ..< 3 {
+    each r { put c[i] -> s @ (r + 1) % P }
+    each r { compute matmul(x[r, i], w -> y[i]) }
+    each r { reduce s -> y[i] }
+  }
+  tune { protocol engine   landing place }
+}
+"""
+
+
+def test_what_peers_are_ready_for_too_late_is_not_pushed(tmp_path: Path) -> None:
+    """There are two copies of `s`: the third product would wait for one that comes later, and reads what is there."""
+    (tmp_path / "late.comm").write_text(LATE, "utf-8")
+    found = compiler.check(tmp_path / "late.comm", ranks=2)
+    assert found.visits is not None
+    pushed = pushes(found.visits, stopping(found.schedule).parts, 0).of
+    assert {one.launch for one in pushed.values()} == {0, 1}
 
 
 def test_results_of_peers_are_copied_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,8 @@ _PIECE = np.dtype([("tile", "<u2", 2), ("depth", "<u2", 2), ("slot", "<i4"), ("p
 _TAKEN, _NO_TURN = 2, 0xFFFF
 _SOURCE = struct.Struct("<3Hh")
 _TURN = struct.Struct("<5H3h")
+_PUSH = struct.Struct("<3Hh")
+_PUSHES = struct.Struct("<Q56x")
 _ARGUMENTS = struct.Struct("<11Q4IQ16x")
 _ENOUGH = 4  # stages: what is read comes in time
 _LEAST = 4  # stages of a part: what it costs to add two parts up takes as long
@@ -110,7 +112,8 @@ class Product:
     the sum of as many as there are `sources`, which share the depth. A lies as [rows, depth] where it is `a_deep`, else
     as [depth, rows]; B as [columns, depth] where it is `b_deep`. On the float32 sum: bias, then an activation, then the
     residual. Gated, B has twice the columns, and silu(first half) * second half is what comes of them. Of float8 the
-    sum is multiplied with two scales first. It `copies` A, too.
+    sum is multiplied with two scales first. It `copies` A, too. What it makes may go to so many places that are
+    `pushed` to, peers', as turns say.
     """
 
     rows: int
@@ -125,6 +128,7 @@ class Product:
     gated: bool = False
     residual: bool = False
     copies: bool = False
+    pushed: int = 0
     turns: int = 1
     sources: int = 1
 
@@ -184,6 +188,7 @@ def emitted(product: Product, tiling: Tiling, *, is_stamped: bool = False) -> Em
         product.gated,
         product.residual,
         product.copies,
+        product.pushed,
     )
 
 
@@ -201,6 +206,7 @@ _FIELDS = (
     "gated",
     "adds",
     "copies",
+    "pushed",
 )
 
 
@@ -319,10 +325,26 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class Push:
+    """Where the result of a turn goes besides: matrix `at` of those at `count` places that are pushed to, from `first`
+    on. `there`: the word of the call that says that these may be written, -1 for none.
+    """
+
+    first: int = 0
+    count: int = 0
+    at: int = 0
+    there: int = -1
+
+
+ELSEWHERE = (0xFFFF, 0)
+"""The result of a turn that is pushed alone."""
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
-    """One of the products of a launch, or a sum of several; `result` as rows are. `count` matrices of the sums, from
-    `first` on, are added. Words of the call, -1 for none: the one that says that they are there, and the one in which
-    stored tiles are counted, `stores` in all. `copied`: the matrix that the rows are copied to, -1 for none.
+    """One of the products of a launch, or a sum of several; `result` as rows are, or ELSEWHERE. `count` matrices of the
+    sums, from `first` on, are added. Words of the call, -1 for none: the one that says that they are there, and the one
+    in which stored tiles are counted, `stores` in all. `copied`: the matrix that the rows are copied to, -1 for none.
     """
 
     sources: tuple[Source, ...] = (Source(),)
@@ -332,6 +354,12 @@ class Turn:
     sums_there: int = -1
     stored: int = -1
     copied: int = -1
+    push: Push = Push()
+
+
+def packed_pushes(turns: Sequence[Turn]) -> bytes:
+    """The kernel's table of what is pushed, by turn."""
+    return b"".join(_PUSH.pack(one.push.first, one.push.count, one.push.at, one.push.there) for one in turns)
 
 
 def packed_turns(turns: Sequence[Turn]) -> tuple[bytes, bytes]:
@@ -351,12 +379,20 @@ def stores(product: Product, tiling: Tiling) -> int:
 
 
 def packed(
-    maps: Sequence[bytes], addresses: Sequence[int], timeout_ns: int, product: Product, entries: int, stamps: int = 0
+    maps: Sequence[bytes],
+    addresses: Sequence[int],
+    timeout_ns: int,
+    product: Product,
+    entries: int,
+    stamps: int = 0,
+    pushes: int = 0,
 ) -> bytes:
     """The kernel's one argument: two maps of A, one of B, two of C and one of sums, the addresses of pieces, claims,
     turns, sources, words, bias, partials, flags and two scales, how long a block waits for what others do, the size of
-    C, how much there is to take, the stages of a source, the address of time stamps, and the last map, of copies of A.
+    C, how much there is to take, the stages of a source, the address of time stamps, and another map, of copies of A;
+    of a product that is pushed then maps of where, and the address of the table of that.
     """
     sizes = product.rows, product.columns, entries, product.source_stages
-    *first, copied = maps
-    return b"".join(first) + _ARGUMENTS.pack(*addresses, timeout_ns, *sizes, stamps) + copied
+    first, behind = maps[:6], maps[6:]
+    beside = _PUSHES.pack(pushes) if product.pushed else b""
+    return b"".join((*first, _ARGUMENTS.pack(*addresses, timeout_ns, *sizes, stamps), *behind, beside))

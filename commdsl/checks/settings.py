@@ -6,9 +6,11 @@ Assumes what `resolve.tuning` accepts, which judges settings where they are writ
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from commdsl.checks.locations import Located
 from commdsl.ir.landing import landing
+from commdsl.ir.schedules import Statement
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.program.moves import WIDEST
 
@@ -35,16 +37,23 @@ def idle_landing(located: Located) -> Iterator[Diagnostic]:
 
 
 def idle_matmul(located: Located) -> Iterator[Diagnostic]:
-    """Without a product nothing multiplies."""
+    """Without a product nothing multiplies; without what is put to others of its result, nothing is pushed."""
     schedule = located.schedule
-    if schedule.tuning.matmul is None or schedule.has_products:
+    tuning, made = schedule.tuning, {result for _, _, result in schedule.products}
+    if tuning.matmul is not None and not made:
+        message, why = "nothing is multiplied", "no `compute matmul` stands in it"
+    elif tuning.matmul == "push" and (tuning.protocol, tuning.landing) != ("engine", "place"):
+        message, why = "nothing is pushed", "products push what goes by `protocol engine   landing place`"
+    elif tuning.matmul == "push" and not any(map(partial(_sends, made), schedule.statements)):
+        message, why = "nothing is pushed", "no rank puts to another what a product has made"
+    else:
         return
-    yield Diagnostic(
-        "C506",
-        "nothing is multiplied",
-        Label(schedule.span, "no `compute matmul` stands in it"),
-        help="leave out `matmul`",
-    )
+    yield Diagnostic("C506", message, Label(schedule.span, why), help="leave out `matmul`")
+
+
+def _sends(made: set[int], moves: Statement) -> bool:
+    is_copied = moves.factor is None and moves.copies and moves.source_buffer in made
+    return is_copied and bool((moves.source_rank[:, 0] != moves.dest_rank).any())
 
 
 def parting_tile(located: Located) -> Iterator[Diagnostic]:

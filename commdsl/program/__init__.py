@@ -22,6 +22,7 @@ sizes         a Plan and the bytes of a block -> what a launch needs
 stamps        a Plan -> its build that writes time stamps, and what each of them is of
 stages        a Plan -> the shared memory of a block for bulk copies, and how warps share it
 visited       a Plan with visits -> what is started in order, and the Plans of its launches
+pushed        a Plan with visits -> what its products store at peers, in place of copies
 timeouts      what kernels say of who is missing -> one exception
 agree         the role that tells all ranks of every call, and holds them to it
 desk          what all kernels of a group share, beside a Plan's own memory

@@ -38,7 +38,7 @@ from commdsl.runtime.kernel import DeviceKernel, Kernel, Prepared, Residence, re
 from commdsl.runtime.program import Program
 from commdsl.runtime.stream_order import StreamOrder
 from commdsl.runtime.streams import OwnStream, TwoStreams
-from commdsl.runtime.workspace import Workspace, nothing
+from commdsl.runtime.workspace import ALONE, Meanwhile, Workspace, nothing
 
 
 class DeviceCommunicator(Communicator):
@@ -193,20 +193,18 @@ class DeviceStart:
     def __call__(self, changing: Sequence[int]) -> None:
         self._launch(self._kernel, self._prepared, changing)
 
-    def begin(
-        self, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
-    ) -> Callable[[], None]:
+    def begin(self, changing: Sequence[int], meanwhile: Meanwhile = ALONE) -> Callable[[], None]:
         kernel = self._kernel
         if not isinstance(kernel, EngineKernel):
-            assert not told, "no word of a kernel's"
-            between()
+            assert not meanwhile.has_words, "no word of a kernel's"
+            meanwhile.between()
             self(changing)
             return nothing
         stream = torch.cuda.current_stream(self._gate.gpu.index)
 
         def begun() -> Callable[[], None]:
             self._prepared.point(*changing)
-            return kernel.begin(self._prepared, stream.cuda_stream, told, between)
+            return kernel.begin(self._prepared, stream.cuda_stream, meanwhile)
 
         rest = self._gate.start(stream, begun)
 
@@ -216,11 +214,9 @@ class DeviceStart:
 
         return end
 
-    def ask(
-        self, driver: Driver, changing: Sequence[int], stream: int, told: int, between: Callable[[], None]
-    ) -> Callable[[], None]:
+    def ask(self, driver: Driver, changing: Sequence[int], stream: int, meanwhile: Meanwhile) -> Callable[[], None]:
         """As `begin`, of another driver and in no order with other calls: nothing is started."""
         assert isinstance(self._kernel, EngineKernel)
         with self._gate.lock:
             self._prepared.point(*changing)
-            return self._kernel.ask(driver, self._prepared, stream, told, between)
+            return self._kernel.ask(driver, self._prepared, stream, meanwhile)

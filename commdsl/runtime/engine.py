@@ -30,7 +30,7 @@ from commdsl.program.plan import Plan
 from commdsl.runtime.driver import DEVICE_TO_DEVICE, Asked, Driver, of_cupy, play
 from commdsl.runtime.kernel import Prepared
 from commdsl.runtime.phases import TOLD, Copy, Flags, Wave, phases
-from commdsl.runtime.workspace import nothing
+from commdsl.runtime.workspace import ALONE, Meanwhile
 
 MAX_KEPT = 1 << 14
 """Calls of the driver that are kept, half a kilobyte each: training has the same addresses in every step."""
@@ -103,47 +103,33 @@ class EngineKernel:
             self._ahead, self._copied = copies, cupy.cuda.Event(disable_timing=True)
 
     def launch(self, prepared: Prepared, stream: int) -> None:
-        call = self._call(prepared, (stream, stream), 0)
+        call = self._call(prepared, (stream, stream), ALONE)
         play(chain(call.opening, call.begin, call.rest))
 
-    def begin(
-        self, prepared: Prepared, stream: int, told: int = 0, between: Callable[[], None] = nothing
-    ) -> Callable[[], None]:
-        """Starts a call as far as its first copies, and returns what starts the rest on the same stream. `told`: the
-        address of a word that is raised when the call is over; `between`: called before those copies.
-        """
-        call = self._call(prepared, (stream, self._ahead), told)
-        play(call.opening)
-        between()
-        play(call.begin)
-        return call.end
+    def begin(self, prepared: Prepared, stream: int, meanwhile: Meanwhile = ALONE) -> Callable[[], None]:
+        """Starts a call as far as its first copies, and returns what starts the rest on the same stream."""
+        return _begun(self._call(prepared, (stream, self._ahead), meanwhile), meanwhile)
 
-    def _call(self, prepared: Prepared, streams: tuple[int, int], told: int) -> _Call:
+    def _call(self, prepared: Prepared, streams: tuple[int, int], meanwhile: Meanwhile) -> _Call:
         """`streams`: of the call, and of its first copies."""
         stream, copies = streams
-        key = prepared, prepared.arguments.raw, stream, copies, told
+        key = prepared, prepared.arguments.raw, stream, copies, meanwhile.told, meanwhile.opened
         call = self._calls.get(key)
         if call is None:
-            call = self._listed(self._driver, prepared, streams, told)
+            call = self._listed(self._driver, prepared, streams, meanwhile)
             self._kept += call.length
             while self._calls and self._kept > MAX_KEPT:  # the oldest goes
                 self._kept -= self._calls.pop(next(iter(self._calls))).length
             self._calls[key] = call
         return call
 
-    def ask(
-        self, driver: Driver, prepared: Prepared, stream: int, told: int, between: Callable[[], None]
-    ) -> Callable[[], None]:
+    def ask(self, driver: Driver, prepared: Prepared, stream: int, meanwhile: Meanwhile) -> Callable[[], None]:
         """As `begin`, with another driver's calls, which are not kept. What they point at is there as long as what this
         returns.
         """
-        call = self._listed(driver, prepared, (stream, self._ahead), told)
-        play(call.opening)
-        between()
-        play(call.begin)
-        return call.end
+        return _begun(self._listed(driver, prepared, (stream, self._ahead), meanwhile), meanwhile)
 
-    def _listed(self, driver: Driver, prepared: Prepared, streams: tuple[int, int], told: int) -> _Call:
+    def _listed(self, driver: Driver, prepared: Prepared, streams: tuple[int, int], meanwhile: Meanwhile) -> _Call:
         """`streams`: that of the call, and that of its first copies."""
         stream = streams[0]
         kept = ctypes.create_string_buffer(prepared.arguments.raw, len(prepared.arguments))
@@ -160,11 +146,17 @@ class EngineKernel:
             where = self._function, 1, 1, 1, prepared.threads, 1, 1, 0, stream, ctypes.addressof(pointers), 0
             return driver.launch, *where
 
-        opening = [flags(step, 0) for step in script[:first] if isinstance(step, Flags)]
+        if meanwhile.opened:
+            script = script[:first] + _without_copies(script[first:])
+        opening = [
+            flags(step, word)
+            for step, word in _telling(script[:first], meanwhile.opened)
+            if not isinstance(step, _Fork)
+        ]
         forks = [step for step in script[first : first + 1] if isinstance(step, _Fork)]
         begin = [asked for fork in forks for asked in self._fork(driver, fork, bases, streams)]
         rest += (asked for fork in forks for asked in self._join(driver, fork, streams))
-        for step, word in _telling(script[first + 1 :], told):
+        for step, word in _telling(script[first + len(forks) :], meanwhile.told):
             if isinstance(step, _Fork):
                 rest += self._fork(driver, step, bases, (stream, stream))
                 rest += self._join(driver, step, (stream, stream))
@@ -225,6 +217,28 @@ def _start(driver: Driver, copies: Sequence[Copy], bases: Sequence[int], stream:
         (to, at), (base, offset) = copy.dest, copy.source
         dest, source = bases[to] + at, bases[base] + offset
         yield driver.copy, dest, source, copy.num_bytes, DEVICE_TO_DEVICE, stream
+
+
+def _begun(call: _Call, meanwhile: Meanwhile) -> Callable[[], None]:
+    """Starts it as far as its first copies; what starts the rest."""
+    play(call.opening)
+    if not meanwhile.opened:
+        meanwhile.between()
+        play(call.begin)
+        return call.end
+
+    def end() -> None:
+        meanwhile.between()
+        call.end()
+
+    return end
+
+
+def _without_copies(steps: _Script) -> _Script:
+    """What is left of a call when others have made them: peers are told once of all."""
+    flags = tuple(step for step in steps if isinstance(step, Flags))
+    assert steps[len(steps) - len(flags) :] == flags, "peers would be told of some copies before the others"
+    return flags
 
 
 def _telling(steps: _Script, word: int) -> Iterator[tuple[Flags | _Fork, int]]:

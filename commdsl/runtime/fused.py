@@ -2,7 +2,8 @@
 
 Assumes a Hopper GPU, and matrices that TMA reads (`fits`). Does not order anything: where the Plan has a visit wait for
 a launch beside, the kernel waits for a word that the end of that launch raises; where a launch waits for a visit, the
-stream beside waits until the kernel has counted all of its tiles. So a tile waits for what it reads alone, and no
+stream beside waits until the kernel has counted all of its tiles. What products push they store where peers have it,
+when a word says that these are ready. So a tile waits for what it reads alone, and no
 product ends before the next one begins. The kernel leaves SMs to what moves: a launch beside may need one to go on.
 """
 
@@ -10,12 +11,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 
-from commdsl.build.matmul import Product, Source, Turn, stores
+from commdsl.build.matmul import ELSEWHERE, Product, Push, Source, Turn, stores
 from commdsl.build.tilings import chosen
 from commdsl.ir.products import MATMUL
 from commdsl.machine.config import from_environment
@@ -23,6 +24,7 @@ from commdsl.program.launches import Launch, Visit
 from commdsl.program.memory import Kept
 from commdsl.program.moves import Protocol
 from commdsl.program.plan import Plan
+from commdsl.program.pushed import Pushes
 from commdsl.program.stamps import Layout, task
 from commdsl.program.visited import launches, meets, visits
 from commdsl.runtime import matmul
@@ -33,7 +35,7 @@ from commdsl.runtime.matmul import NOWHERE, Addresses, Matmul, Matrices
 from commdsl.runtime.stamps import Stamps
 from commdsl.runtime.streams import Around, Streams
 from commdsl.runtime.tensors import ALIGNMENT, FLOAT8, element_name, is_deep
-from commdsl.runtime.workspace import Start, nothing
+from commdsl.runtime.workspace import ALONE, Meanwhile, Start
 
 LEFT = 2
 """SMs that the products leave: one for what runs beside, one as clusters have two."""
@@ -84,21 +86,33 @@ class Fused:
     """The products of calls of one shape on one GPU: a kernel for each way in which what is multiplied lies."""
 
     def __init__(
-        self, plan: Plan, places: Places, rows: torch.Tensor, factor: torch.Tensor, result: torch.dtype
+        self,
+        plan: Plan,
+        places: Places,
+        rows: torch.Tensor,
+        factor: torch.Tensor,
+        result: torch.dtype,
+        pushes: Pushes,
     ) -> None:
         """`rows`, `factor`: what a product is given; `result`: of what it makes."""
         self._products, self._places = _products(plan), places
         self._touched = tuple({kept: None for one in self._products for kept in (*one.reads, *one.writes)})
         self._groups = _groups(self._products, places)
         self._launches = len(launches(plan))
-        turns = tuple(turns_of(plan, places))
+        self._pushes = pushes
+        plain = tuple(turns_of(plan, places))
+        # Words: launches are over; tiles of a turn are stored; peers are ready.
+        self._opened = {one.launch: self._launches + len(plain) + one.launch for one in pushes.of.values()}
+        self._words = self._launches * (2 if pushes.of else 1) + len(plain)
+        turns = tuple(map(self._turn, plain, (first.writes[0] for first, *_ in _summed(self._products))))
         types, self._device = (element_name(rows.dtype), element_name(result)), rows.device.index
         sources, adds = [len(turn.sources) for turn in turns], any(turn.count for turn in turns)
         size = rows.shape[0], factor.shape[0], rows.shape[1] * sources[0]
         self._turns = turns
         self._turn_of = tuple(number for number, count in enumerate(sources) for _ in range(count))
         copies = bool(self._groups[-1])
-        self._product = Product(*size, *types, residual=adds, copies=copies, turns=len(turns), sources=sources[0])
+        product = Product(*size, *types, residual=adds, copies=copies, turns=len(turns), sources=sources[0])
+        self._product = replace(product, pushed=len(pushes.places))
         self._arriving = sum(source.there >= 0 for turn in turns for source in turn.sources) * rows.nbytes
         self._is_stamped = plan.stamped
         self._kernels: dict[tuple[bool, bool], Matmul] = {}
@@ -110,22 +124,25 @@ class Fused:
         scales: Sequence[torch.Tensor],
         streams: Streams,
         held: Mapping[Kept, torch.Tensor],
+        landing: Sequence[int],
         stamps: Stamps | None = None,
     ) -> tuple[Streams, Mapping[str | None, Function]]:
-        """The streams of one call, and what makes its products: all of them with the first. `stamps`: of a stamped
-        Plan, where it writes when each was made.
+        """The streams of one call, and what makes its products: all of them with the first. `landing`: by rank, where
+        lies what lands. `stamps`: of a stamped Plan, where it writes when each was made.
         """
         rows, factor = (held[kept] for kept in self._products[0].reads[:2])
         kernel = self._kernel(rows, factor)
-        words = streams.zeroed(self._launches + len(self._turns), factor)
+        words = streams.zeroed(self._words, factor)
         written = 0 if stamps is None else stamps.take(self._layout(kernel))[0].data_ptr()
-        launch = self._prepared(kernel, held, words, written, tuple(one.data_ptr() for one in scales))
+        beside = Addresses(0, words, written, tuple(one.data_ptr() for one in scales) or NOWHERE.scales)
+        launch = self._prepared(kernel, held, beside, tuple(landing) if self._opened else ())
 
         def multiply(number: int, *_: torch.Tensor, out: object) -> None:
             if number == 0:
                 streams.launch(kernel.kernel, launch, beside=False)
 
-        return _Words(streams, kernel, words, self._launches, self._turn_of), {MATMUL: multiply}
+        numbers = Numbers(self._launches, self._turn_of, self._opened)
+        return _Words(streams, kernel, words, numbers), {MATMUL: multiply}
 
     def mark(self, address: int) -> None:
         """As `Matmul.mark`."""
@@ -149,12 +166,27 @@ class Fused:
             self._kernels[a_deep, b_deep] = found
         return found
 
+    def _turn(self, turn: Turn, made: Kept) -> Turn:
+        """What it pushes, too."""
+        found = self._pushes.of.get(made)
+        if found is None:
+            return turn
+        push = Push(found.first, found.count, found.at, self._opened[found.launch])
+        return replace(turn, push=push, result=turn.result if found.is_kept else ELSEWHERE)
+
+    def _pushed(self, held: Mapping[Kept, torch.Tensor], landing: Sequence[int]) -> Iterator[Matrices]:
+        """What peers have as far behind where all of theirs begins as this rank has it."""
+        for peer, written in self._pushes.places:
+            found = matrices({number: held[kept] for number, kept in enumerate(written)})
+            yield replace(found, address=found.address - landing[self._pushes.rank] + landing[peer])
+
     def _prepared(
-        self, kernel: Matmul, held: Mapping[Kept, torch.Tensor], words: int, stamps: int, scales: tuple[int, ...]
+        self, kernel: Matmul, held: Mapping[Kept, torch.Tensor], beside: Addresses, landing: tuple[int, ...]
     ) -> matmul.Launch:
+        """`landing`: where anything is pushed."""
         given = [held[kept] for kept in self._touched]
         lie = [(one.data_ptr(), one.stride()) for one in given]
-        key = (*lie, words, stamps, scales)
+        key = (*lie, beside, *landing)
         launch = self._known.get(key)
         if launch is None:
             found: dict[str, dict[int, torch.Tensor]] = {}
@@ -163,33 +195,41 @@ class Fused:
                 found.setdefault(group, {})[at] = one
             sources, sums, results, copies = ([matrices(found[name]) for name in names] for names in self._groups)
             factor = matrices(found[_place(self._places, self._products[0].reads[1])[0]])
-            beside = Addresses(0, words, stamps, scales or NOWHERE.scales)
             added, copied = (next(iter(one), None) for one in (sums, copies))
-            launch = kernel.prepare(sources, factor, results, added, beside, copied)
+            launch = kernel.prepare(sources, factor, results, added, beside, copied, [*self._pushed(held, landing)])
             keep(self._known, key, launch, MAX_KEPT)
         return launch
 
 
-class _Words(Around):
-    """The streams of a call whose products are one launch: what waits and tells, by words, those of launches and then
-    those of turns, of which each product is one or part of one.
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Of the words of a call: first those of `launches`, which are over, then those of turns, of which each product is
+    one or part of one; and by launch that of peers that are ready, where products push what it would copy.
     """
 
-    def __init__(self, streams: Streams, kernel: Matmul, words: int, launches: int, turn_of: Sequence[int]) -> None:
-        """`words`: the address of the first; `launches`: how many of them there are."""
+    launches: int
+    turn_of: Sequence[int]
+    opened: Mapping[int, int]
+
+
+class _Words(Around):
+    """The streams of a call whose products are one launch: what waits and tells, by words."""
+
+    def __init__(self, streams: Streams, kernel: Matmul, words: int, numbers: Numbers) -> None:
+        """`words`: the address of the first."""
         super().__init__(streams)
-        self._kernel, self._words, self._launches, self._turn_of = kernel, words, launches, turn_of
+        self._kernel, self._words, self._numbers = kernel, words, numbers
         self._stores = stores(kernel.product, kernel.tiling)
         self._started = 0  # launches
         self._awaited = 0  # turns whose tiles what goes beside has waited for
 
-    def start(
-        self, start: Start, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
-    ) -> Callable[[], None]:
-        """Its end is told to the kernel."""
-        assert not told, "one word is told of it"
+    def start(self, start: Start, changing: Sequence[int], meanwhile: Meanwhile = ALONE) -> Callable[[], None]:
+        """Its end is told to the kernel, and that peers are ready, where that pushes."""
+        assert not meanwhile.has_words, "one word is told of it"
+        number = self._started
         self._started += 1
-        return self._streams.start(start, changing, self._word(self._started - 1), between)
+        opened = self._word(self._numbers.opened[number]) if number in self._numbers.opened else 0
+        return self._streams.start(start, changing, replace(meanwhile, told=self._word(number), opened=opened))
 
     def mark(self, what: Hashable, *, beside: bool) -> None:
         """Launches; the tiles of a product are counted."""
@@ -202,9 +242,9 @@ class _Words(Around):
             self._streams.wait(what, beside=False)
             return
         assert isinstance(what, tuple)
-        turns = self._turn_of[what[1]] + 1
+        turns = self._numbers.turn_of[what[1]] + 1
         for turn in range(self._awaited, turns):
-            waiting = self._kernel.waiting(self._word(self._launches + turn), self._stores)
+            waiting = self._kernel.waiting(self._word(self._numbers.launches + turn), self._stores)
             self.launch(self._kernel.awaiting, waiting, beside=True)
         self._awaited = max(self._awaited, turns)
 

@@ -28,7 +28,7 @@ from commdsl.runtime.heap import Extent, Heap, SharedHeap, ThreadHeap
 from commdsl.runtime.kernel import HostKernel, Kernel, Prepared, Residence, residence_of
 from commdsl.runtime.program import Program
 from commdsl.runtime.streams import OneStream
-from commdsl.runtime.workspace import Workspace, nothing
+from commdsl.runtime.workspace import ALONE, Meanwhile, Workspace, nothing
 
 T = TypeVar("T")
 
@@ -136,11 +136,9 @@ class HostStart:
         assert self._prepared.launch is not None
         return self._prepared.launch
 
-    def begin(
-        self, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
-    ) -> Callable[[], None]:
-        assert not told, "no word of a GPU's"
-        between()
+    def begin(self, changing: Sequence[int], meanwhile: Meanwhile = ALONE) -> Callable[[], None]:
+        assert not meanwhile.has_words, "no word of a GPU's"
+        meanwhile.between()
         self(changing)
         return nothing
 

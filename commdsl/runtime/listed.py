@@ -15,16 +15,14 @@ import torch
 from commdsl.runtime.driver import DEVICE_TO_DEVICE, Driver, Listing
 from commdsl.runtime.kernel import Launchable
 from commdsl.runtime.streams import Launching
-from commdsl.runtime.workspace import Start, nothing
+from commdsl.runtime.workspace import ALONE, Meanwhile, Start
 
 
 @runtime_checkable
 class Listable(Protocol):
     """What starts launches, by another driver if it is given one."""
 
-    def ask(
-        self, driver: Driver, changing: Sequence[int], stream: int, told: int, between: Callable[[], None]
-    ) -> Callable[[], None]: ...
+    def ask(self, driver: Driver, changing: Sequence[int], stream: int, meanwhile: Meanwhile) -> Callable[[], None]: ...
 
 
 class ListedStreams:
@@ -41,11 +39,9 @@ class ListedStreams:
     def beside(self) -> AbstractContextManager[Any]:
         raise AssertionError("nothing of torch's is listed")
 
-    def start(
-        self, start: Start, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
-    ) -> Callable[[], None]:
+    def start(self, start: Start, changing: Sequence[int], meanwhile: Meanwhile = ALONE) -> Callable[[], None]:
         assert isinstance(start, Listable)
-        rest = start.ask(self._listing.driver, changing, self._beside, told, between)
+        rest = start.ask(self._listing.driver, changing, self._beside, meanwhile)
         self._listing.kept.append(rest)
         return rest
 

@@ -24,6 +24,7 @@ from commdsl.build.matmul import (
     Turn,
     emitted,
     packed,
+    packed_pushes,
     packed_turns,
     slot_bytes,
     table,
@@ -131,8 +132,9 @@ class Matmul:
         """Of each that a stamped kernel writes, its turn: of every piece and block two."""
         where = torch.device("cuda", device)
         self._pieces = lasting(torch.from_numpy(dealt.pieces.view("<i4")), where)
-        tables = map(bytearray, packed_turns(turns))
-        self._turns, self._sources = (lasting(torch.frombuffer(one, dtype=torch.uint8), where) for one in tables)
+        tables = map(bytearray, (*packed_turns(turns), packed_pushes(turns)))
+        made = (lasting(torch.frombuffer(one, dtype=torch.uint8), where) for one in tables)
+        self._turns, self._sources, self._pushes = made
         self._partials = room(dealt.slots * slot_bytes(tiling), where)
         words = (torch.zeros(count, dtype=torch.int64, device="cpu") for count in (dealt.slots * tiling.cluster * 2, 1))
         self._flags, self._claims = (lasting(zeros, where) for zeros in words)
@@ -155,8 +157,10 @@ class Matmul:
         sums: Matrices | None = None,
         at: Addresses = NOWHERE,
         copied: Matrices | None = None,
+        pushed: Sequence[Matrices] = (),
     ) -> Launch:
-        """The launch that writes C to `c`, with `sums` added, and A to `copied`. Of several turns A and C are one or
+        """The launch that writes C to `c`, and to what turns name of `pushed`, with `sums` added, and A to `copied`. Of
+        several turns A and C are one or
         two of what turns name, and B has the matrices that they do. Raises TensorError where a row of a matrix begins
         elsewhere than TMA can.
         """
@@ -168,10 +172,13 @@ class Matmul:
             *(tensor_map(one, _PANEL, line) for one in (c[0], c[-1])),
             tensor_map(c[0] if sums is None else sums, _PANEL, line),
             tensor_map(c[0] if copied is None else copied, _PANEL),
+            *(tensor_map(one, _PANEL, line) for one in pushed),
         )
+        assert len(pushed) == self.product.pushed
         tables = [one.data_ptr() for one in (self._pieces, self._claims, self._turns, self._sources)]
         addresses = (*tables, at.words, at.bias, self._partials.data_ptr(), self._flags.data_ptr(), *at.scales)
-        argument = packed(maps, addresses, self._timeout_ns, self.product, self._entries, at.stamps)
+        behind = at.stamps, self._pushes.data_ptr()
+        argument = packed(maps, addresses, self._timeout_ns, self.product, self._entries, *behind)
         return launch_of(argument, [len(argument)], self._blocks, THREADS)
 
     def __call__(self, launch: Launch) -> None:

@@ -21,6 +21,7 @@ from commdsl.cost.profile import Profile
 from commdsl.ir.products import MATMUL, Part
 from commdsl.program.launches import Visit
 from commdsl.program.memory import Kept
+from commdsl.program.pushed import NOTHING, pushes
 from commdsl.program.stamps import alone, task
 from commdsl.program.visited import kept_by, landing
 from commdsl.program.visited import visits as visited
@@ -77,7 +78,8 @@ class Multiplying:
 
             results = _results(visits, given)
             if len(results) == 1 and fused.fits(visits.plan, cut.places, rows, factor, *results):
-                self._fused = fused.Fused(visits.plan, cut.places, rows, factor, *results)
+                pushed = pushes(visits.plan, visits.parts, communicator.rank) if visits.pushes else NOTHING
+                self._fused = fused.Fused(visits.plan, cut.places, rows, factor, results.pop(), pushed)
         self._again: Again | None = None
         self._alone: Callable[[Callable[[], None]], None] = operator.call
         if self._fused is not None:
@@ -180,11 +182,13 @@ class Multiplying:
         launched, brought = self._visiting.layouts()
         rooms = stamps.take(*launched, *brought)  # before what goes beside begins
 
-        def over(streams: Streams, held: Mapping[Kept, torch.Tensor]) -> tuple[Streams, Mapping[str | None, Function]]:
+        def over(
+            streams: Streams, held: Mapping[Kept, torch.Tensor], landing: Sequence[int]
+        ) -> tuple[Streams, Mapping[str | None, Function]]:
             if fused is None:
                 functions: Mapping[str | None, Function] = {MATMUL: self._timed(stamps, self._function(scales))}
             else:
-                streams, functions = fused.over(scales, streams, held, stamps)
+                streams, functions = fused.over(scales, streams, held, landing, stamps)
             return StampedStreams(streams, stamps, rooms[: len(launched)], rooms[len(launched) :]), functions
 
         return over

@@ -117,6 +117,7 @@ class Visits:
     held: tuple[Held, ...]  # what each visit is handed
     parts: tuple[Part, ...]  # of the tensors of a call, where every visit is a product
     by_library: bool = False  # that the products are torch's, whatever our kernel could make
+    pushes: bool = False  # that products of our kernel put what peers get there themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +236,10 @@ def _visits(made: CompiledSchedule) -> Visits | None:
         None,
         combines=any(one.plan.moves.has_reduction for one in launched),
     )
-    return Visits(plan, signature, tuple(launched), held(schedule), stopped.parts, schedule.tuning.matmul == "library")
+    matmul = schedule.tuning.matmul
+    return Visits(
+        plan, signature, tuple(launched), held(schedule), stopped.parts, matmul == "library", matmul == "push"
+    )
 
 
 def _whole(schedule: Schedule, visits: Visits) -> Signature:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -21,7 +22,7 @@ from commdsl.program.sizes import Launch
 from commdsl.program.stamps import INTERVAL, Layout, Task, alone, layout, together
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.streams import Around, Streams
-from commdsl.runtime.workspace import Start, Workspace, nothing
+from commdsl.runtime.workspace import ALONE, Meanwhile, Start, Workspace, nothing
 
 WORDS = INTERVAL.itemsize // 8
 BEGIN, READY, END = range(3)  # of an interval
@@ -112,10 +113,8 @@ class StampedStart:
     def __call__(self, changing: Sequence[int]) -> None:
         self._start((self._room(), *changing))
 
-    def begin(
-        self, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
-    ) -> Callable[[], None]:
-        return self._start.begin((self._room(), *changing), told, between)
+    def begin(self, changing: Sequence[int], meanwhile: Meanwhile = ALONE) -> Callable[[], None]:
+        return self._start.begin((self._room(), *changing), meanwhile)
 
     def _room(self) -> int:
         self.stamps = self._begin()
@@ -141,11 +140,9 @@ class StampedStreams(Around):
         self._last: torch.Tensor | None = None  # of those, the room of the last copy
         self._started = 0  # launches
 
-    def start(
-        self, start: Start, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
-    ) -> Callable[[], None]:
+    def start(self, start: Start, changing: Sequence[int], meanwhile: Meanwhile = ALONE) -> Callable[[], None]:
         """Ready where its first kernel says so, or behind that where it waits for a product."""
-        room = self._launched[self._started]
+        room, between = self._launched[self._started], meanwhile.between
 
         def waited() -> None:
             between()
@@ -153,8 +150,9 @@ class StampedStreams(Around):
                 with self.beside():
                     self._stamps.mark(room, READY)
 
-        then = nothing if between is nothing else waited
-        rest = self._streams.start(start, (room.data_ptr(), *changing), told, then)
+        if between is not nothing:
+            meanwhile = replace(meanwhile, between=waited)
+        rest = self._streams.start(start, (room.data_ptr(), *changing), meanwhile)
         self._started += 1
         return rest
 

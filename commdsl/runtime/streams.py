@@ -16,7 +16,7 @@ import torch
 from commdsl.runtime.binding import Gpu
 from commdsl.runtime.kernel import Launchable
 from commdsl.runtime.stream_order import is_of_torch
-from commdsl.runtime.workspace import Start, nothing
+from commdsl.runtime.workspace import ALONE, Meanwhile, Start, nothing
 
 
 class Launching(Protocol):
@@ -47,12 +47,8 @@ class Streams(Order, Protocol):
         """In it, launches go on the stream beside the caller's."""
         ...
 
-    def start(
-        self, start: Start, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
-    ) -> Callable[[], None]:
-        """Starts a launch on the stream beside, and returns what starts its rest: others may begin before that. `told`,
-        `between`: as `Start.begin` takes them.
-        """
+    def start(self, start: Start, changing: Sequence[int], meanwhile: Meanwhile = ALONE) -> Callable[[], None]:
+        """Starts a launch on the stream beside, and returns what starts its rest: others may begin before that."""
         ...
 
     def launch(self, kernel: Launching, launch: Launchable, *, beside: bool) -> None:
@@ -91,10 +87,8 @@ class Around:
     def beside(self) -> AbstractContextManager[Any]:
         return self._streams.beside()
 
-    def start(
-        self, start: Start, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
-    ) -> Callable[[], None]:
-        return self._streams.start(start, changing, told, between)
+    def start(self, start: Start, changing: Sequence[int], meanwhile: Meanwhile = ALONE) -> Callable[[], None]:
+        return self._streams.start(start, changing, meanwhile)
 
     def launch(self, kernel: Launching, launch: Launchable, *, beside: bool) -> None:
         self._streams.launch(kernel, launch, beside=beside)
@@ -127,11 +121,9 @@ class OneStream:
     def beside(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
-    def start(
-        self, start: Start, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
-    ) -> Callable[[], None]:
-        assert not told, "no word of a GPU's"
-        between()
+    def start(self, start: Start, changing: Sequence[int], meanwhile: Meanwhile = ALONE) -> Callable[[], None]:
+        assert not meanwhile.has_words, "no word of a GPU's"
+        meanwhile.between()
         start(changing)
         return nothing
 
@@ -206,11 +198,9 @@ class TwoStreams(CallersStream):
     def beside(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._side)
 
-    def start(
-        self, start: Start, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
-    ) -> Callable[[], None]:
+    def start(self, start: Start, changing: Sequence[int], meanwhile: Meanwhile = ALONE) -> Callable[[], None]:
         with self.beside():
-            return start.begin(changing, told, between)
+            return start.begin(changing, meanwhile)
 
     def launch(self, kernel: Launching, launch: Launchable, *, beside: bool) -> None:
         with self._gpu.bound():

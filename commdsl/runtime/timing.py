@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 
 from commdsl.runtime.streams import Around, Streams
-from commdsl.runtime.workspace import Start, nothing
+from commdsl.runtime.workspace import ALONE, Meanwhile, Start, nothing
 
 Span: TypeAlias = tuple[Any, Any]
 """Two marks of a clock."""
@@ -131,12 +131,10 @@ class _Timed(Around):
     def beside(self) -> AbstractContextManager[Any]:
         return self._beside()
 
-    def start(
-        self, start: Start, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
-    ) -> Callable[[], None]:
+    def start(self, start: Start, changing: Sequence[int], meanwhile: Meanwhile = ALONE) -> Callable[[], None]:
         """Whole, so that what it takes is one span."""
-        assert not told, "it is beside a function of the caller's"
-        between()
+        assert not meanwhile.has_words, "it is beside a function of the caller's"
+        meanwhile.between()
         with self.beside():
             start(changing)
         return nothing

@@ -32,10 +32,14 @@ from commdsl.runtime.starts import Made, made_of, port_of
 from commdsl.runtime.streams import Streams
 from commdsl.runtime.timing import Timing
 from commdsl.runtime.work import Result
-from commdsl.runtime.workspace import Start, nothing
+from commdsl.runtime.workspace import Meanwhile, Start, nothing
 
-Over: TypeAlias = Callable[[Streams, Mapping[Kept, torch.Tensor]], tuple[Streams, Mapping[str | None, Function]]]
-"""Of a call's streams and tensors, what stands in place of its streams, and of the caller's functions."""
+Over: TypeAlias = Callable[
+    [Streams, Mapping[Kept, torch.Tensor], Sequence[int]], tuple[Streams, Mapping[str | None, Function]]
+]
+"""Of a call's streams and tensors, and where by rank what lands begins: what stands in place of its streams, and of the
+caller's functions.
+"""
 
 
 class Visiting:
@@ -127,11 +131,12 @@ class Visiting:
         if region is not None:
             region.enter(streams)
         held = self._held(inputs, places, region)
+        bases = () if region is None else region.bases
         if over is not None:
-            streams, functions = over(streams, held)
+            streams, functions = over(streams, held, bases)
         results = self._results(held, places, last)
         with self._communicator.whole():
-            failure = self._run(streams, functions, held, () if region is None else region.bases, results)
+            failure = self._run(streams, functions, held, bases, results)
         if failure is not None:
             try:
                 raise failure
@@ -150,7 +155,7 @@ class Visiting:
         """What a call on these tensors starts, on streams on which nothing runs, in a region that the caller has."""
         assert all(kept.name in places for kept, *_ in self._own)  # there is nobody to keep what it makes itself
         held = self._held(inputs, places, region)
-        streams, functions = over(streams, held)
+        streams, functions = over(streams, held, region.bases)
         failure = self._run(streams, functions, held, region.bases, self._results(held, places, None))
         assert failure is None
 
@@ -263,7 +268,7 @@ class Visiting:
         if phase.opens == phase.after:
             return streams.start(self._launched[number], changing)
         made = False, phase.after - 1
-        return streams.start(self._launched[number], changing, between=lambda: streams.wait(made, beside=True))
+        return streams.start(self._launched[number], changing, Meanwhile(lambda: streams.wait(made, beside=True)))
 
     def _visit(
         self,

@@ -43,6 +43,26 @@ def nothing() -> None:
     """What a call has not to do."""
 
 
+@dataclass(frozen=True, slots=True)
+class Meanwhile:
+    """What a launch has to do with what goes on beside it. `between` has its stream wait for what its copies read, as
+    soon as peers are told what they may write. Where the copy engine moves, words on the GPU, 0 for none: `told` is
+    raised when the call is over, `opened` when peers are ready; what is waited for then puts all there is to where it
+    belongs, and nothing is copied.
+    """
+
+    between: Callable[[], None] = nothing
+    told: int = 0
+    opened: int = 0
+
+    @property
+    def has_words(self) -> bool:
+        return bool(self.told or self.opened)
+
+
+ALONE = Meanwhile()
+
+
 class Start(Protocol):
     """Starts calls of one kernel, given what changes from call to call: the addresses of a Plan's tensors; of a stamped
     Plan before them that of its time stamps.
@@ -58,13 +78,9 @@ class Start(Protocol):
 
     def __call__(self, changing: Sequence[int]) -> None: ...
 
-    def begin(
-        self, changing: Sequence[int], told: int = 0, between: Callable[[], None] = nothing
-    ) -> Callable[[], None]:
+    def begin(self, changing: Sequence[int], meanwhile: Meanwhile = ALONE) -> Callable[[], None]:
         """Starts a call as far as its first copies, and returns what starts the rest: on the same stream what calls of
-        other workspaces have may come between. `told`: a word on the GPU to raise when the call is over, where the copy
-        engine moves; `between` has the stream wait for what the copies read, as soon as peers are told what they may
-        write.
+        other workspaces have may come between.
         """
         ...
 

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 tests/gpu/run_products.py [--calls 300 --replays 30 --only storm --operators NAME]
 
-exact     all operators as they choose, and their schedules in one piece and in four; matrices by columns, float8,
-          tails of tiles, tiles cut along K, and what no schedule multiplies: eagerly
+exact     all operators as they choose, and their schedules in one piece and in four, also where products push; matrices
+          by columns, float8, tails of tiles, tiles cut along K, and what no schedule multiplies: eagerly
 graphs    graphs of two calls, replayed with other numbers
 gradients those of rows and of weights
 stamps    time stamps of a call, which rank 0 prints: the time that they say is within 5 % of that of events around it
@@ -75,6 +75,8 @@ SIZES = (
 """Rows of a rank, K and N."""
 
 PIECES = (1, 4)
+PUSHING = (matmul_reduce_scatter, matmul_all_reduce, matmul_all_to_all)
+"""What is made for others can be put to them by products."""
 CALLS = 3
 BESIDE = 20
 COMPILED = 6  # one that is made, one that is captured, and replays
@@ -91,11 +93,13 @@ class Shape:
     depth: int
     columns: int  # of a rank's results
     pieces: int = 0  # in which its schedule has rows; 0: as the operator chooses
+    matmul: str = "kernel"  # which makes its products; "push": and puts them to peers
     by_columns: bool = False  # as weights lie, and rows that do not travel
     dtype: torch.dtype = DTYPE
 
     def __str__(self) -> str:
         pieces = f" in {self.pieces}" if self.pieces else ""
+        pieces += " pushed" if self.matmul == "push" else ""
         pieces += " by columns" if self.by_columns else " of float8" if self.dtype == FLOAT8 else ""
         return f"{self.call.__name__} {self.rows}x{self.depth}x{self.columns}{pieces}"
 
@@ -106,6 +110,8 @@ class Shape:
             for pieces in PIECES:
                 if self.rows % pieces == 0:
                     yield replace(self, pieces=pieces)
+                    if self.call in PUSHING:
+                        yield replace(self, pieces=pieces, matmul="push")
             if self.rows % 8 == 0:  # else columns do not begin where TMA reads them
                 yield replace(self, pieces=PIECES[0], by_columns=True)
             yield replace(self, pieces=PIECES[0], dtype=FLOAT8)
@@ -114,7 +120,8 @@ class Shape:
         if not self.pieces:
             return self.call
         name = self.call.__name__
-        op = commdsl.load(OPERATORS[name].schedule, params={"C": self.pieces}, ranks=run.ranks)
+        tune = {"matmul": self.matmul}
+        op = commdsl.load(OPERATORS[name].schedule, params={"C": self.pieces}, ranks=run.ranks, tune=tune)
         if not OPERATORS[name].all_depths:
             return op
         return lambda x, w, *scales: op(*operands(name, x, w, groups.name_of(None)), *scales)
@@ -286,6 +293,8 @@ def stamps(run: Parts) -> None:
     for call, size in LARGE.items():
         rows, depth, columns = size if run.on_gpu else (one // HOST for one in size)
         shapes += [Shape(call, rows // run.ranks, depth, columns, pieces) for pieces in PIECES]
+        if call in PUSHING:
+            shapes.append(replace(shapes[-1], matmul="push"))
     each("stamps", STAMPED, agreeing, shapes, run)
 
 
@@ -415,6 +424,7 @@ def storm(run: Parts) -> None:
 
     called = [call for call in WANTED if call.__name__ in run.options.operators]
     shapes = [shape(call, pieces) for call, pieces in pairs(called, (0, *PIECES))]
+    shapes += [replace(one, matmul="push") for one in shapes if one.pieces and one.call in PUSHING]
     found = Counter[bool]()
     with mock.patch.object(again.Again, "__call__", counted(again.Again.__call__, found)):
         repeated.storm(run, dice, [partial(Products, run, shape) for shape in shapes])

@@ -29,7 +29,7 @@ WORDS = {
     "protocol": ("bulk", "packet", "line", "tma", "engine"),
     "put": ("rows", "packed"),
     "landing": ("cells", "place"),
-    "matmul": ("kernel", "library"),
+    "matmul": ("kernel", "library", "push"),
 }
 """The values of the entries that have no number."""
 

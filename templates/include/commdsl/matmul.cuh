@@ -13,6 +13,8 @@
 // what moves beside, and that others may wait for. A turn's words say so: a launch beside is over, so many tiles of a turn are stored. Or a
 // turn is a sum of products, *sources*: the depth of its tiles is that of one behind that of the other, and each is waited for by itself.
 //
+// What a turn makes may go to peers, too, or to them alone: it is stored there by TMA as it is here, and counted when all of it has come.
+//
 // Who has a tile of the first column may copy its rows, too, from the stages in which they are: each multiplier its own, by TMA, and it
 // releases a stage when that has been read.
 //
@@ -97,7 +99,7 @@ struct Multiplier : Storer<Shape>, Copied<Shape::kCopies> {
       for (i32 part = 0; part < piece.parts; ++part) this->add(piece.slot + part);
       stamps.end();
       stamps.begin();
-      this->store(turn, this->row(piece) + number * Shape::kHigh * 64, this->stored_column(piece), stamps);
+      this->store(piece.turn, turn, this->row(piece) + number * Shape::kHigh * 64, this->stored_column(piece), stamps);
     }
     stamps.end();
   }

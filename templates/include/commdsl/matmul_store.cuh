@@ -8,8 +8,19 @@
 
 namespace commdsl {
 
+// What a multiplier knows of where a turn's result goes besides, and which peers are ready.
+template <bool pushes>
+struct Pushing {};
+#ifdef COMMDSL_PUSHED
+template <>
+struct Pushing<true> {
+  MatmulPush pushing;
+  i32 ready = -1;  // words say so in the order of turns
+};
+#endif
+
 template <class Shape>
-struct Storer : TileSums<Shape> {
+struct Storer : TileSums<Shape>, Pushing<Shape::kPushes> {
   using Result = typename Shape::Result;
   using TileSums<Shape>::number, TileSums<Shape>::thread, TileSums<Shape>::sum, TileSums<Shape>::meet, TileSums<Shape>::release;
   u32 stores = 0, tiles = 0;  // `tiles`: made, and not told of
@@ -36,7 +47,10 @@ struct Storer : TileSums<Shape> {
     tiles = 0;
   }
 
-  COMMDSL_FN void store(const MatmulTurn& turn, u32 row, u32 column, Stamps& stamps) {
+  COMMDSL_FN void store(u32 number, const MatmulTurn& turn, u32 row, u32 column, Stamps& stamps) {
+#ifdef COMMDSL_PUSHED
+    this->pushing = reinterpret_cast<const MatmulPush*>(this->args.pushes)[number];
+#endif
     to = turn.result, to_matrix = turn.result_at, to_row = row, to_column = column;
 #pragma unroll
     for (u32 panel = 0; panel < Shape::kMade; ++panel) {
@@ -103,10 +117,26 @@ struct Storer : TileSums<Shape> {
     fence_proxies_of_shared();
     meet();
     if (thread == 0) {
-      tensor_store(this->args.c[to], to_column + first_of(panel), to_row + panel % Shape::kHigh * 64, to_matrix, from);
+      if (!Shape::kPushes || to != kElsewhere) {
+        tensor_store(this->args.c[to], to_column + first_of(panel), to_row + panel % Shape::kHigh * 64, to_matrix, from);
+      }
+      if constexpr (Shape::kPushes) this->push(to_column + first_of(panel), to_row + panel % Shape::kHigh * 64, from);
       commit_group();
     }
   }
+
+#ifdef COMMDSL_PUSHED
+  // To peers, when they are ready.
+  COMMDSL_FN void push(u32 column, u32 row, u32 from) {
+    const MatmulPush& push = this->pushing;
+    if (push.there > this->ready) {
+      await_word(this->word(push.there), 1, this->args.timeout_ns);
+      fence_proxies_of_global();
+      this->ready = push.there;
+    }
+    for (u32 at = push.first; at < u32{push.first} + push.count; ++at) tensor_store(this->args.pushed[at], column, row, push.at, from);
+  }
+#endif
 
   COMMDSL_FN void activate(const float (&sum)[Shape::kSums], u32 i, u32 column, float* value) const {
     const u32 c = column + own_column(i);

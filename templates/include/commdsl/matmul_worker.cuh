@@ -58,12 +58,22 @@ struct alignas(8) MatmulSource {
   i16 there;
 };
 
-// Those from `source` on, to matrix `result_at` of those at `result`; `count` matrices from `first` on are added. The words to wait for
+// Those from `source` on, to matrix `result_at` of those at `result`, kElsewhere: to no place here; `count` matrices from `first` on are added. The words to wait for
 // before anything is added, and to count stored tiles in, and the matrix that the rows are copied to; -1: none.
+constexpr u16 kElsewhere = 0xffff;
 struct alignas(16) MatmulTurn {
   u16 source, result, result_at, first, count;
   i16 sums_there, stored, copied_at;
 };
+
+#ifdef COMMDSL_PUSHED
+// Where else a turn's result goes: matrix `at` of those at `count` places from `first` on, which are peers', when the word `there` says
+// that they may be written; -1: they may.
+struct alignas(8) MatmulPush {
+  u16 first, count, at;
+  i16 there;
+};
+#endif
 
 struct alignas(64) MatmulArgs {
   TensorMap a[2], b, c[2], sums;
@@ -79,6 +89,10 @@ struct alignas(64) MatmulArgs {
   u64 stamps;            // intervals
 #endif
   TensorMap copied;      // what rows are copied to
+#ifdef COMMDSL_PUSHED
+  TensorMap pushed[COMMDSL_PUSHED];
+  u64 pushes;            // by turn
+#endif
 };
 
 template <class Plan>
