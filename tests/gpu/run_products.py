@@ -109,12 +109,15 @@ class Shape:
         if self.depth % 8 == 0 and self.columns % 8 == 0:
             for pieces in PIECES:
                 if self.rows % pieces == 0:
-                    yield replace(self, pieces=pieces)
-                    if self.call in PUSHING:
-                        yield replace(self, pieces=pieces, matmul="push")
+                    yield from self.cut(pieces)
             if self.rows % 8 == 0:  # else columns do not begin where TMA reads them
                 yield replace(self, pieces=PIECES[0], by_columns=True)
             yield replace(self, pieces=PIECES[0], dtype=FLOAT8)
+
+    def cut(self, pieces: int) -> Iterator[Shape]:
+        """In so many pieces, whoever puts them to peers."""
+        for matmul in ("kernel", "push") if self.call in PUSHING else ("kernel",):
+            yield replace(self, pieces=pieces, matmul=matmul)
 
     def function(self, run: Parts) -> Callable[[Any, Any], Any]:
         if not self.pieces:
@@ -292,9 +295,8 @@ def stamps(run: Parts) -> None:
     shapes = []
     for call, size in LARGE.items():
         rows, depth, columns = size if run.on_gpu else (one // HOST for one in size)
-        shapes += [Shape(call, rows // run.ranks, depth, columns, pieces) for pieces in PIECES]
-        if call in PUSHING:
-            shapes.append(replace(shapes[-1], matmul="push"))
+        shape = Shape(call, rows // run.ranks, depth, columns)
+        shapes += [one for pieces in PIECES for one in shape.cut(pieces)]
     each("stamps", STAMPED, agreeing, shapes, run)
 
 
@@ -375,7 +377,7 @@ def beside(run: Parts) -> None:
             wrong += int((summed_up != seed * run.ranks).any())
         return int(made.wrong) + wrong
 
-    each("beside", BESIDE, work, [replace(shape, pieces=pieces) for shape in CROWDED for pieces in PIECES], run)
+    each("beside", BESIDE, work, [one for shape in CROWDED for pieces in PIECES for one in shape.cut(pieces)], run)
 
 
 def two_groups(run: Parts) -> None:
@@ -423,8 +425,8 @@ def storm(run: Parts) -> None:
         return Shape(call, max(pieces, 1) * dice.randrange(1, 375), depth, columns, pieces)
 
     called = [call for call in WANTED if call.__name__ in run.options.operators]
-    shapes = [shape(call, pieces) for call, pieces in pairs(called, (0, *PIECES))]
-    shapes += [replace(one, matmul="push") for one in shapes if one.pieces and one.call in PUSHING]
+    shapes = [shape(call, 0) for call in called]
+    shapes += [one for call, pieces in pairs(called, PIECES) for one in shape(call, pieces).cut(pieces)]
     found = Counter[bool]()
     with mock.patch.object(again.Again, "__call__", counted(again.Again.__call__, found)):
         repeated.storm(run, dice, [partial(Products, run, shape) for shape in shapes])
