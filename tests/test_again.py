@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import signal
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,11 @@ from test_products import EXCHANGE, GATHER, REDUCE, RETURN, SCATTER, WITH_ROWS, 
 from thread_ranks import in_group  # noqa: E402
 
 import commdsl  # noqa: E402
+from commdsl import overlap  # noqa: E402
 from commdsl.build.matmul import ELSEWHERE  # noqa: E402
+from commdsl.overlap import programs  # noqa: E402
+from commdsl.overlap.auto import OPERATORS, Product  # noqa: E402
+from commdsl.planner.tuning.selection import Choice  # noqa: E402
 from commdsl.program.pushed import NOTHING, pushes  # noqa: E402
 from commdsl.runtime import again, fused, groups  # noqa: E402
 from commdsl.runtime.again import Again  # noqa: E402
@@ -53,7 +59,7 @@ class Room(threading.local):
         self.taken += 1
         if key not in self._places:
             self._places[key] = torch.empty(size, dtype=dtype or like.dtype)
-        return self._places[key]
+        return self._places[key].detach()
 
 
 class Products(fused.Fused):
@@ -246,6 +252,86 @@ def test_what_is_pushed_is_not_copied(gpu: FakeGpu, room: Room, made: list[Again
         assert len(asked) == len(plain)
 
     run(gpu, body)
+
+
+@pytest.mark.parametrize(("name", "asked"), [(GATHER, 24), (SCATTER, 26), (REDUCE, 48), (EXCHANGE, 32), (RETURN, 24)])
+def test_what_the_driver_is_asked(gpu: FakeGpu, room: Room, made: list[Again], name: str, asked: int) -> None:
+    """So many calls of it make one of an op, in two pieces on two ranks."""
+
+    def body(rank: int, group: str) -> None:
+        caller = Caller(gpu, room, name, rank, group)
+        for number in range(3):
+            caller.call(number + 1)
+
+    run(gpu, body)
+    for one in made:
+        (listing,) = one._known.values()
+        assert len(listing.calls) == asked
+
+
+def test_what_the_host_does(gpu: FakeGpu, room: Room, made: list[Again], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers with gradients, in a step like those before: each of their four calls is a list, and takes no more than so
+    many functions of ours, of which a call costs a third of a microsecond, and questions to CUDA.
+    """
+    monkeypatch.setattr(programs, "choose", in_pieces)
+    multiplying = Multiplying.__call__
+
+    def finished() -> None:
+        assert gpu.here.product()
+
+    def whole(one: Multiplying, inputs: Sequence[Any]) -> list[Any]:
+        gpu.here.product = lambda: True
+        found = multiplying(one, inputs)
+        finished()
+        return found
+
+    monkeypatch.setattr(Multiplying, "__call__", whole)
+
+    def body(rank: int, group: str) -> None:
+        first = overlap.ColumnParallelLinear(16, 16, bias=False, group=group, keep_rows=True)
+        second = overlap.RowParallelLinear(16, 16, bias=False, group=group)
+        x, back = torch.ones(8, 16, requires_grad=True), torch.ones(8, 16)
+
+        def step() -> None:
+            room.taken = 0
+            torch.autograd.grad(second(first(x)), (x, first.weight, second.weight), back)
+
+        for _ in range(6):
+            step()
+        functions, questions = counted(step, but=(play, finished))
+        assert functions <= 4 * 60
+        assert questions <= 4 * 4
+
+    run(gpu, body)
+
+
+def in_pieces(product: Product, device: str) -> Choice:
+    """In place of what a table or the model chooses."""
+    of = product.name, product.nbytes, product.ranks, device
+    return Choice(*of, OPERATORS[product.operator].schedule, (("C", PIECES),), (), "")
+
+
+def counted(step: Callable[[], None], but: Sequence[Any]) -> tuple[int, int]:
+    """Calls of functions of ours, but for what stands in place of the GPU; questions whether a stream is captured."""
+    ours, question = str(Path(commdsl.__file__).parent), torch.cuda.is_current_stream_capturing.__code__
+    functions = questions = playing = 0
+    apart = [one.__code__ for one in but]
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        nonlocal functions, questions, playing
+        code = frame.f_code
+        if code in apart:
+            playing = event == "call"
+        elif event == "call" and not playing:
+            functions += code.co_filename.startswith(ours)
+            questions += code is question
+
+    sys.setprofile(look)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return functions, questions
 
 
 def test_streams(gpu: FakeGpu, room: Room, made: list[Again]) -> None:
