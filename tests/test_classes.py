@@ -13,6 +13,7 @@ import pytest
 from commdsl import compiler
 from commdsl.checks import check_plan
 from commdsl.commands import cubins
+from commdsl.commands.arguments import UsageError
 from commdsl.commands.dump_plans import plan_text
 from commdsl.commands.dumps import ir_text
 from commdsl.commands.report import cost_lines
@@ -86,6 +87,39 @@ BEHIND = """schedule behind for P ranks where P >= 2 {
 """
 """Sums in float32, of what a function makes of keys of another type."""
 
+
+HALVES = """schedule halves for P ranks where P >= 2 {
+  input k
+  input v like k
+  output dk float32 like k
+  output dv float32 like v
+  scratch kc
+  scratch vc
+  scratch pk float16 like k
+  scratch pv like v
+  scratch ak
+  scratch av
+  ensure rotation(k -> kc, v -> vc) back dk, dv
+
+  yield attend(k, v -> dk, dv)
+  for s in 1 ..< P {
+    each r {
+      put k -> kc @ (r + s) % P
+      put v -> vc @ (r + s) % P
+    }
+    yield attend(kc, vc -> pk, pv)
+    each r {
+      get pk @ (r + s) % P -> ak
+      get pv @ (r + s) % P -> av
+    }
+    each r {
+      reduce ak -> dk
+      reduce av -> dv
+    }
+  }
+}
+"""
+"""Parts of two types are added to sums in float32: that is two launches."""
 
 ALONE = """schedule alone for P ranks where P >= 2 {
   inout kv
@@ -234,6 +268,14 @@ def test_run(text: str, dtype: str) -> None:
     assert found.compiler
     assert found.fault == ""
     assert found.compared_bytes > 10_000
+
+
+def test_parts_of_two_types() -> None:
+    """What is added to sums in float32 is of any type that adds up; `commdsl run` refuses others."""
+    made = compiled(HALVES, 3)
+    assert trial(made, Settings(3000, "bfloat16", None, False, False)).fault == ""
+    with pytest.raises(UsageError, match="float8_e4m3fn has no `sum`"):
+        trial(made, Settings(3000, "float8_e4m3fn", None, False, False))
 
 
 def test_no_race() -> None:

@@ -157,6 +157,13 @@ def test_run(name: str, dtype: str) -> None:
     assert found.compared_bytes > 10_000
 
 
+def test_run_of_few_bytes() -> None:
+    """A matrix has a row and a column at least."""
+    compiled = compiler.compile(FOLDER / f"{EXCHANGE}.comm", ranks=3)
+    assert isinstance(compiled, compiler.CompiledSchedule)
+    assert trial(compiled, Settings(8, "float32", None, False, False)).fault == ""
+
+
 @pytest.mark.parametrize("name", [SCATTER, EXCHANGE, RETURN])
 def test_no_race(name: str) -> None:
     """Nor does ThreadSanitizer see a race."""

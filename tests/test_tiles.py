@@ -114,6 +114,12 @@ def same(
 # --- the Plan ---------------------------------------------------------------------------------------------------------
 
 
+def test_lanes_of_a_block() -> None:
+    """An SM has no more lanes than have their threads in one block."""
+    moves = checked(3, CHAIN, threads=512).plan.moves
+    assert (moves.lanes_per_block, moves.threads) == (2, 512)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8, 16])
 @pytest.mark.parametrize("text", [None, CHAIN], ids=["add", "chain"])
 def test_proved(ranks: int, text: str | None) -> None:

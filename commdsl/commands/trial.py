@@ -131,7 +131,7 @@ def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
     most = max(buffer.blocks * of[buffer.name].size for buffer in schedule.buffers)
     elements = settings.buffer_bytes // most
     if schedule.has_products:
-        elements = isqrt(elements) ** 2  # blocks are square matrices
+        elements = max(isqrt(elements), 1) ** 2  # blocks are square matrices
     largest = max(one.size for one in of.values())
     refuse_large(memory_of(schedule, elements * largest), settings.buffer_bytes, compiled.plan.num_ranks)
     inputs = make_inputs(schedule, of, elements)
@@ -193,9 +193,9 @@ def profiled(plan: Plan, found: host_run.HostResult) -> Iterator[Profile]:
 
 
 def reduced(schedule: Schedule) -> set[str]:
-    """The buffers into which moves combine."""
+    """The buffers that moves combine, and into which they do."""
     combining = (moves for moves in joining(schedule) if moves.accumulate or moves.is_list)
-    return {schedule.buffers[moves.dest_buffer].name for moves in combining}
+    return {schedule.buffers[end].name for moves in combining for end in (moves.source_buffer, moves.dest_buffer)}
 
 
 def memory_of(schedule: Schedule, block_bytes: int) -> int:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from commdsl.ir.rowwise import Behind, ending
-from commdsl.ir.schedules import Schedule, Task
+from commdsl.ir.schedules import Schedule, Task, Tuning
 from commdsl.language.diagnostics import CommError, too_much
 from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.program.agree import Agree
@@ -189,9 +189,9 @@ def _shape(schedule: Schedule, protocol: Protocol, cells: int, transport: Transp
     if sms is None:
         lanes = tuning.lanes or min(LANES, schedule.topology.num_sms)
     elif _tasks(schedule):
-        lanes = tuning.lanes or _even_lanes(sms, _compute_sms(schedule))
+        lanes = tuning.lanes or _even_lanes(sms, _compute_sms(schedule), _lanes_of_block(tuning))
     else:
-        lanes = tuning.lanes or sms * min(LANES_PER_SM, MOST_THREADS // (tuning.threads or SHARED_THREADS))
+        lanes = tuning.lanes or sms * _lanes_of_block(tuning)
     if protocol is Protocol.ENGINE:
         lanes = sms = 1
         most_bytes *= 2  # a smaller tile is more copies, each of which pays its start
@@ -229,9 +229,14 @@ def _compute_sms(schedule: Schedule) -> int:
     return found or max(every - (schedule.tuning.sms or every // 4), 1)
 
 
-def _even_lanes(sms: int, blocks: int) -> int:
+def _lanes_of_block(tuning: Tuning) -> int:
+    """The most that there are in a block, unless said."""
+    return min(LANES_PER_SM, MOST_THREADS // (tuning.threads or SHARED_THREADS))
+
+
+def _even_lanes(sms: int, blocks: int, most: int) -> int:
     """Lanes, the same number an SM, that give the blocks that compute as equal work as can be."""
-    choices = range(1, LANES_PER_SM + 1)
+    choices = range(1, most + 1)
     return sms * max(choices, key=lambda number: (number * sms / (-(-number * sms // blocks) * blocks), number))
 
 

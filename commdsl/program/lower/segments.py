@@ -147,10 +147,11 @@ class _Apart:
         yields `behind` them waits for, and is made of the same, as a launch can have both.
         """
         first, members = self._together(steps)
-        found: dict[tuple[Turn, object, object], tuple[set[int], dict[int, list[Statement]]]] = {}
+        found: dict[tuple[Turn, object, object, object], tuple[set[int], dict[int, list[Statement]]]] = {}
         for number, moves, turn in self._turns(steps, first, {at: bool(one & fresh) for at, one in members.items()}):
             mine = members[first[moves.dest_buffer]]
-            key = turn, self.made_of[min(mine)], _awaiting(mine, behind)
+            added = self.made_of[moves.source_buffer] if self._adds(moves) else None
+            key = turn, self.made_of[min(mine)], added, _awaiting(mine, behind)
             buffers, by_step = found.setdefault(key, (set(), {}))
             buffers |= mine
             by_step.setdefault(number, []).append(moves)
