@@ -225,12 +225,14 @@ def _unprepared(collective: str, nbytes: int, chosen: AnyOp, error: CaptureError
 
 def size(group: Any) -> int:
     """The ranks of a process group, of a name, or of the default group."""
-    try:
-        # Every call comes here: one look where there is a group, and no question first whether there is one.
-        found: Any = torch.distributed.distributed_c10d._world.default_pg if group is None else group
-        return int(found.size())
-    except (AttributeError, TypeError):  # no torch.distributed, no default group, a name, or no group at all
-        name = groups.name_of(group)
+    name = group
+    if not isinstance(group, str):
+        try:
+            # Every call comes here: one look where there is a group, and no question first whether there is one.
+            found: Any = torch.distributed.distributed_c10d._world.default_pg if group is None else group
+            return int(found.size())
+        except (AttributeError, TypeError):  # no torch.distributed, no default group, or no group at all
+            name = groups.name_of(group)
     known = groups.size_of(name)
     if known is None:
         raise GroupError(f"no process group named `{name}` in this process")
