@@ -365,6 +365,8 @@ def test_refusals() -> None:
         ):
             with pytest.raises(commdsl.TensorError, match=words):
                 call(x, w, group=group)
+        with pytest.raises(commdsl.TensorError, match="no products of complex numbers"):
+            call(x.cfloat(), x.cfloat(), group=group)
     with pytest.raises(commdsl.TensorError, match="takes no scales, so it multiplies no"):
         replicated_matmul(narrow, narrow, group=group)
     with pytest.raises(commdsl.TensorError, match="2 ranks share the 5 rows"):

@@ -76,6 +76,8 @@ def check(name: str, x: Tensor, w: Tensor, ranks: int = 1) -> None:
     if x.dtype != w.dtype or x.device != w.device:
         kinds = f"{x.dtype} on {x.device} and {w.dtype} on {w.device}"
         raise TensorError(f"`{name}`: `x` and `w` are of one dtype and device, got {kinds}")
+    if x.is_complex():
+        raise TensorError(f"`{name}`: there are no products of complex numbers here, got {x.dtype}")
     if x.dim() < 2 or w.dim() != 2 or x.shape[-1] * ranks != w.shape[1]:
         shapes = f"{tuple(x.shape)} and {tuple(w.shape)}"
         depth = f"{ranks} * K" if ranks > 1 else "K"
