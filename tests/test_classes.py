@@ -278,6 +278,12 @@ def test_parts_of_two_types() -> None:
         trial(made, Settings(3000, "float8_e4m3fn", None, False, False))
 
 
+def test_parts_of_the_type_of_sums() -> None:
+    """What is like keys that are declared float32 is of the type of the sum: it is added as anything is."""
+    text = HALVES.replace("  input k\n", "  input k float32\n").replace("pk float16 like k", "pk like k")
+    assert trial(compiled(text, 3), Settings(3000, "bfloat16", None, False, False)).fault == ""
+
+
 def test_no_race() -> None:
     """Nor does ThreadSanitizer see a race."""
     assert trial(compiled(BEHIND, 2), Settings(600, "bfloat16", None, True, False)).fault == ""

@@ -95,6 +95,7 @@ def sums(schedule: Schedule) -> frozenset[Pair]:
     joined = _joined(schedule, apart)
     typed = {joined.first(at) for at, buffer in enumerate(schedule.buffers) if _has_type(buffer)}
     fixed = {joined.first(at) for at, buffer in enumerate(schedule.buffers) if not _fits(buffer.element)}
+    fixed |= {at for at in typed - fixed if not _fits(_element(schedule.buffers, joined.groups(), at))}
     return frozenset(pair for pair in apart if joined.first(pair[0]) in typed - fixed)
 
 
@@ -104,6 +105,12 @@ def _may_widen(schedule: Schedule, moves: Statement) -> bool:
     if moves.kind is not MoveKind.REDUCE or dest.element != SUM or not source.cut == dest.cut == 1:
         return False
     return bool((moves.source_rank == moves.dest_rank[:, None]).all())
+
+
+def _element(buffers: tuple[Buffer, ...], groups: tuple[int, ...], of: int) -> str | None:
+    """The type of a class, if one is declared, there or where it is like."""
+    found = _typed(buffers, groups, of, frozenset())
+    return None if found is None else found[0]
 
 
 def _fits(element: str | None) -> bool:
