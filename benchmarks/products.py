@@ -7,10 +7,10 @@ all-to-all of its columns, or an all-to-all of columns and a product of all of t
 in bfloat16, and with `--elements bfloat16 float8`, in float8 with two scales as well. Columns, medians in microseconds
 of the slowest rank, all contenders taking turns: cuBLAS alone; NCCL and cuBLAS in sequence; both on streams of their
 own, in 2 and 4 chunks; torch's async-TP, which has no all-to-all and which no graph can capture; ours in one launch,
-with each rank's rows in 1, 2 or 4 pieces, in 2 or 4 that products push, and in 2 by cuBLAS's products; our collective
-and cuBLAS in sequence; and what `overlap` chooses. All but async-TP are in CUDA graphs of as many calls. Every result
-is checked before anything is timed. Exit code 1: a wrong result, or a call of ours that failed. The table comes last,
-whatever happened; `*` marks a figure that is missed.
+with each rank's rows in 1, 2 or 4 pieces, in 4, 8 or 16 that products push, and in 2 by cuBLAS's products; our
+collective and cuBLAS in sequence; and what `overlap` chooses. All but async-TP are in CUDA graphs of as many calls.
+Every result is checked before anything is timed. Exit code 1: a wrong result, or a call of ours that failed. The table
+comes last, whatever happened; `*` marks a figure that is missed.
 
 `--host` gives the CPU time of eager calls alone: of NCCL and cuBLAS in sequence, of what `overlap` chooses, and of that
 where there are gradients.

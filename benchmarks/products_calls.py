@@ -181,7 +181,8 @@ class Stage:
             return partial(getattr(commdsl.overlap, OPERATORS[self.case.way]), x, w, **named)
         pieces = (OURS | PUSHED).get(name, 2)
         tune = {"matmul": "library"} if name == LIBRARY else {"matmul": "push"} if name in PUSHED else {}
-        op = commdsl.load(self.operator.schedule, params={"C": pieces}, ranks=self.case.ranks, tune=tune)
+        later = {"D": 2} if name in PUSHED and self.case.way is Way.SCATTER else {}
+        op = commdsl.load(self.operator.schedule, params={"C": pieces, **later}, ranks=self.case.ranks, tune=tune)
         rows, factor = self.operands()
         return lambda: op(rows, factor, *self.scales)  # type: ignore[return-value]  # one result
 

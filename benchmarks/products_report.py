@@ -24,8 +24,10 @@ STREAMS = {"in sequence": 1, "two streams, 2": 2, "two streams, 4": 4}
 OURS = {"commdsl, 1": 1, "commdsl, 2": 2, "commdsl, 4": 4}
 """With the pieces in which each rank's rows travel."""
 
-PUSHED = {"commdsl, 2, pushed": 2, "commdsl, 4, pushed": 4}
-"""The same where products put what they make for others there themselves."""
+PUSHED = {"commdsl, 4, pushed": 4, "commdsl, 8, pushed": 8, "commdsl, 16, pushed": 16}
+"""The same where products put what they make for others there themselves, a rank's own between them: so that what goes
+over the links is as much at any time.
+"""
 
 LIBRARY, IN_TURN, CHOSEN = "commdsl, 2, by cuBLAS", "commdsl, in sequence", "commdsl"
 """Of ours, products of torch's beside what travels, and one after the other; and what `overlap` chooses."""

@@ -9,9 +9,9 @@ from typing import Any
 SOURCE = {  # the text that was proved, and what it uses
     'matmul_allreduce.comm': """\
 # Matmul, then all-reduce, in C pieces of each rank's rows: what this rank makes for others leaves as soon as it is there; its own rows of a
-# piece are multiplied two pieces later, when what the others made of them has come, and are added up; the sums leave at once.
+# piece are multiplied D pieces later, when what the others made of them has come, and are added up; the sums leave at once.
 # 2 (P - 1) hops, 2 (P - 1) n bytes per port, all of it beside the products but for the last piece's.
-schedule matmul_allreduce(C = 1) for P ranks where P >= 2 and C >= 1 {
+schedule matmul_allreduce(C = 1, D = 2) for P ranks where P >= 2 and C >= 1 and D >= 1 {
   input x[P blocks, C blocks]                  # all rows, this rank's columns
   input w                                      # this rank's weights, a row for each column of y
   scratch c[P blocks, C blocks]                # products for the others
@@ -19,7 +19,7 @@ schedule matmul_allreduce(C = 1) for P ranks where P >= 2 and C >= 1 {
   output y[P blocks, C blocks]
   ensure each r, q, i in 0 ..< C { y[q, i] == sum(x[q, i] @ all) }
 
-  for i in 0 ..< C + 2 {
+  for i in 0 ..< C + D {
     if i < C {
       for d in 1 ..< P {
         each r {
@@ -29,13 +29,13 @@ schedule matmul_allreduce(C = 1) for P ranks where P >= 2 and C >= 1 {
         each r { put c[(r + d) % P, i] -> s[d - 1, i] @ (r + d) % P }
       }
     }
-    if i > 1 {
-      each r { compute matmul(x[r, i - 2], w -> y[r, i - 2]) }
+    if i >= D and i - D < C {
+      each r { compute matmul(x[r, i - D], w -> y[r, i - D]) }
       for d in 1 ..< P {
-        each r { reduce s[d - 1, i - 2] -> y[r, i - 2] }
+        each r { reduce s[d - 1, i - D] -> y[r, i - D] }
       }
       for d in 1 ..< P {
-        each r { put y[r, i - 2] -> y[r, i - 2] @ (r + d) % P }
+        each r { put y[r, i - D] -> y[r, i - D] @ (r + d) % P }
       }
     }
   }

@@ -8,9 +8,10 @@ from typing import Any
 
 SOURCE = {  # the text that was proved, and what it uses
     'matmul_reducescatter.comm': """\
-# Matmul, then reduce-scatter: what this rank makes for others leaves as soon as it is there, in C pieces; its own comes last, and
-# what came is added to it. P - 1 hops, (P - 1) n bytes per port, all of it beside the products but for the last piece's.
-schedule matmul_reducescatter(C = 1) for P ranks where P >= 2 and C >= 1 {
+# Matmul, then reduce-scatter: what this rank makes for others leaves as soon as it is there, in C pieces; its own rows of a piece come D
+# pieces later, or when all of the others' are made, and what came is added to them. P - 1 hops, (P - 1) n bytes per port, all of it beside
+# the products but for the last piece's.
+schedule matmul_reducescatter(C = 1, D = C) for P ranks where P >= 2 and C >= 1 and D >= 1 {
   input x[P blocks, C blocks]                  # all rows, this rank's columns
   input w                                      # this rank's weights, a row for each column of y
   scratch c[P blocks, C blocks]                # products for the others
@@ -18,19 +19,21 @@ schedule matmul_reducescatter(C = 1) for P ranks where P >= 2 and C >= 1 {
   output y[C blocks]
   ensure each r, i in 0 ..< C { y[i] == sum(x[r, i] @ all) }
 
-  for d in 1 ..< P {
-    for i in 0 ..< C {
-      each r {
-        let q = (r + d) % P
-        compute matmul(x[q, i], w -> c[q, i])
+  for i in 0 ..< C + D {
+    if i < C {
+      for d in 1 ..< P {
+        each r {
+          let q = (r + d) % P
+          compute matmul(x[q, i], w -> c[q, i])
+        }
+        each r { put c[(r + d) % P, i] -> s[d - 1, i] @ (r + d) % P }
       }
-      each r { put c[(r + d) % P, i] -> s[d - 1, i] @ (r + d) % P }
     }
-  }
-  for i in 0 ..< C {
-    each r { compute matmul(x[r, i], w -> y[i]) }
-    for d in 1 ..< P {
-      each r { reduce s[d - 1, i] -> y[i] }
+    if i >= D and i - D < C {
+      each r { compute matmul(x[r, i - D], w -> y[i - D]) }
+      for d in 1 ..< P {
+        each r { reduce s[d - 1, i - D] -> y[i - D] }
+      }
     }
   }
   tune { protocol engine   landing place }

@@ -255,6 +255,20 @@ def test_what_peers_are_ready_for_too_late_is_not_pushed(tmp_path: Path) -> None
     assert {one.launch for one in pushed.values()} == {0, 1}
 
 
+@pytest.mark.parametrize("name", [SCATTER, REDUCE])
+@pytest.mark.parametrize("later", [1, 2, 9])
+def test_own_rows_come_later(name: str, later: int) -> None:
+    """So many pieces, or when all of the others' are made; the sums are the same."""
+    op = commdsl.load(name, params={"C": 3, "D": later}, ranks=2)
+    plan = op.program(2).visits.plan
+    own = [one.writes[0].name.startswith("y") for one in visits(plan) if isinstance(one, Visit)]
+    assert own.index(True) == min(later + 1, 3)
+    x, w = given(name, 2, 3, 8, 5)
+    found = in_group(2, lambda rank, group: op(torch.tensor(x[rank]), torch.tensor(w[rank]), group=group))
+    for made, want in zip(found, wanted(name, x, w), strict=True):
+        assert (made.double().numpy() == want).all()
+
+
 def test_results_of_peers_are_copied_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind all products, each when the launch that brings it is over, the last one alone when all is."""
     made: list[Order] = []

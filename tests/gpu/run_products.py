@@ -124,7 +124,9 @@ class Shape:
             return self.call
         name = self.call.__name__
         tune = {"matmul": self.matmul}
-        op = commdsl.load(OPERATORS[name].schedule, params={"C": self.pieces}, ranks=run.ranks, tune=tune)
+        at_once = {"D": 1} if self.matmul == "push" and self.call is not matmul_all_to_all else {}
+        params = {"C": self.pieces, **at_once}
+        op = commdsl.load(OPERATORS[name].schedule, params=params, ranks=run.ranks, tune=tune)
         if not OPERATORS[name].all_depths:
             return op
         return lambda x, w, *scales: op(*operands(name, x, w, groups.name_of(None)), *scales)
