@@ -193,13 +193,15 @@ def test_profiled_calls() -> None:
     in_group(RANKS, work)
 
 
-def test_profiled_operators() -> None:
-    """What is multiplied on the processor is on the clock of what moves."""
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_profiled_operators(scale: float | None) -> None:
+    """What is multiplied on the processor is on the clock of what moves; of float8 with scales."""
+    dtype, by = (torch.float32, None) if scale is None else (torch.float8_e4m3fn, torch.tensor(scale))
 
     def work(rank: int, group: str) -> None:
-        x, w = torch.ones(64, 128, requires_grad=True), torch.ones(96, 128)
-        found, profile = overlap.profiled("all_gather_matmul", x, w, group=group)
-        assert torch.equal(found, torch.full((64 * RANKS, 96), 128.0))
+        x, w = torch.ones(64, 128).to(dtype).requires_grad_(scale is None), torch.ones(96, 128).to(dtype)
+        found, profile = overlap.profiled("all_gather_matmul", x, w, scale_x=by, scale_w=by, group=group)
+        assert torch.equal(found.float(), torch.full((64 * RANKS, 96), 128.0 * (scale or 1) ** 2))
         assert not found.requires_grad
         assert [task.what for task in profile.tasks] == ["x.0 -> a.0", "x.0, w -> c.0", "a.0, w -> c.1"]
         assert [task.computes for task in profile.tasks] == [False, True, True]
@@ -211,12 +213,19 @@ def test_profiled_operators() -> None:
 
 
 def test_what_has_no_stamps_is_refused() -> None:
-    """What is no operator, and an operator that runs one after the other."""
+    """What is no operator, an operator that runs one after the other, and what no operator takes."""
     with pytest.raises(ArgumentError, match="expected one of all_gather_matmul"):
         overlap.profiled("matmul", torch.ones(2, 2), torch.ones(2, 2))
     (alone,) = commdsl.threads(1)
     with pytest.raises(OpError, match="one after the other"):
         overlap.profiled("all_gather_matmul", torch.ones(2, 2), torch.ones(2, 2), group=alone)
+    for x, words in (
+        (torch.ones(3, 2, 2), "a matrix to be profiled"),
+        (torch.ones(2, 3), "`w` \\(N, K\\)"),
+        (2, "`int`"),
+    ):
+        with pytest.raises(commdsl.TensorError, match=words):
+            overlap.profiled("all_gather_matmul", x, torch.ones(2, 2), group=alone)
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

@@ -5,36 +5,58 @@ Assumes every rank asks for the same. Does not choose what runs; `programs` does
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from commdsl.cost.profile import Profile
 from commdsl.machine.errors import ArgumentError
-from commdsl.overlap.auto import OPERATORS
+from commdsl.overlap import shapes
 from commdsl.overlap.programs import operands, program
-from commdsl.runtime import groups, menu
+from commdsl.runtime import given, groups
 from commdsl.runtime.errors import OpError, TensorError
+from commdsl.runtime.tensors import check_scales
+
+Tensor: TypeAlias = torch.Tensor
+
+_REFUSING = {
+    "all_gather_matmul": shapes.gathered,
+    "matmul_reduce_scatter": shapes.scattered,
+    "matmul_all_reduce": shapes.reduced,
+    "matmul_all_to_all": shapes.exchanged,
+    "all_to_all_matmul": shapes.returned,
+}
+"""What refuses other shapes than an operator takes."""
 
 
-def profiled(operator: str, x: torch.Tensor, w: torch.Tensor, *, group: Any = None) -> tuple[torch.Tensor, Profile]:
+def profiled(
+    operator: str,
+    x: Tensor,
+    w: Tensor,
+    *,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
+    group: Any = None,
+) -> tuple[Tensor, Profile]:
     """What `all_gather_matmul` or another operator returns, without a gradient, and what its time stamps say.
 
-    x (rows, K), w (N, K): as for that operator. Collective as it is, and over with this. Raises ArgumentError for
-    another name, TensorError (C951), GroupError (C953), and OpError (C950) where a collective and a product run one
-    after the other, or torch multiplies on a GPU: those have no time stamps.
+    x (rows, K), w (N, K), scales of float8: as for that operator. Collective as it is, and over with this. Raises
+    ArgumentError for another name, TensorError (C951), GroupError (C953), and OpError (C950) where a collective and a
+    product run one after the other, or torch multiplies on a GPU: those have no time stamps.
     """
-    if operator not in OPERATORS:
-        raise ArgumentError(f"expected one of {', '.join(OPERATORS)}, got `{operator}`")
-    name = groups.name_of(group)
-    times = menu.size(name) if OPERATORS[operator].all_depths else 1
-    if x.dim() != 2 or w.dim() != 2 or x.shape[1] * times != w.shape[1]:
-        shapes = f"{tuple(x.shape)} and {tuple(w.shape)}"
-        raise TensorError(f"`{operator}`: `x` and `w` are matrices to be profiled, as deep as for it, got {shapes}")
+    if operator not in _REFUSING:
+        raise ArgumentError(f"expected one of {', '.join(_REFUSING)}, got `{operator}`")
+    name, scales = groups.name_of(group), [one for one in (scale_x, scale_w) if one is not None]
+    for one in (x, w, *scales):
+        given.tensor(operator, one)
+    _REFUSING[operator](x, w, name)
+    if x.dim() != 2:
+        raise TensorError(f"`{operator}`: `x` is a matrix to be profiled, got {tuple(x.shape)}")
+    check_scales(operator, x, w, scales)
     x, w = operands(operator, x.detach(), w.detach(), name)
     op = program(operator, x, w, name)
     if op is None:
         raise OpError(f"`{operator}` is a collective and a product here, one after the other: they have no time stamps")
-    made, profile = op.profiled(x, w, group=name)
-    assert isinstance(made, torch.Tensor)
+    made, profile = op.profiled(x, w, *scales, group=name)
+    assert isinstance(made, Tensor)
     return made, profile
