@@ -12,6 +12,7 @@ import pytest
 from test_visits import behind, codes, is_equal_in_effect, mutants, with_phases
 
 from commdsl import compiler
+from commdsl.commands.cli import run_command
 from commdsl.commands.trial import Settings, trial
 from commdsl.ir import interpret
 from commdsl.ir.products import MATMUL, stopping
@@ -217,6 +218,12 @@ def test_what_products_push(name: str, ranks: int, pieces: int) -> None:
             assert {written[one.at] for _, written in places} == {*launch.writes}
             assert len({peer for peer, _ in places} - {rank}) == one.count
             assert one.is_kept == (name == REDUCE and source.name.startswith("y"))
+
+
+def test_what_is_pushed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    file, tune = str(FOLDER / f"{EXCHANGE}.comm"), ("--tune", "matmul=push")
+    assert run_command(["show", file, "C=2", "--stage", "plan", "--ranks", "2", *tune]) == 0
+    assert "pushed by products: launches 0, 1\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", [GATHER, WITH_ROWS, RETURN])

@@ -10,6 +10,8 @@ from itertools import pairwise
 from typing import assert_never
 
 from commdsl.ir.dispatches import Often
+from commdsl.ir.products import stopping
+from commdsl.ir.schedules import Schedule
 from commdsl.program.actors import actors, name_of, num_ranks_of
 from commdsl.program.launches import described as between
 from commdsl.program.memory import words_for
@@ -19,6 +21,7 @@ from commdsl.program.phases import AddUp, Each, FinishBack, Push, PushAgain, Pus
 from commdsl.program.plan import Plan
 from commdsl.program.proof.events import Step as Act
 from commdsl.program.proof.events import steps
+from commdsl.program.pushed import pushes
 from commdsl.program.visited import kept_by, landing, plan_of, segments, started
 from commdsl.program.wording import form_words
 from commdsl.program.wording import name_of as name_of_phase
@@ -41,6 +44,13 @@ def visited_lines(plan: Plan) -> Iterator[str]:
     yield from (between(phase, number) for number, phase in started(plan))
     for moves in segments(plan):
         yield from static_lines(plan_of(plan, moves))
+
+
+def pushed_lines(schedule: Schedule, plan: Plan) -> Iterator[str]:
+    """Which launches make no copies where our kernel multiplies, if products are to push."""
+    if schedule.tuning.matmul == "push":
+        found = pushes(plan, stopping(schedule).parts, 0).of.values()
+        yield f"pushed by products: launches {', '.join(str(number) for number in sorted(one.launch for one in found))}"
 
 
 def unit_lines(plan: Plan) -> Iterator[str]:
