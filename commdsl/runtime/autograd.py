@@ -7,16 +7,20 @@ so. Nor load one: the op says how.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from commdsl.ir.backward import Backward
 from commdsl.runtime import groups
 from commdsl.runtime.errors import GradientError
-from commdsl.runtime.given import Asked
+from commdsl.runtime.given import Asked, Patience, Reduction
 from commdsl.runtime.program import Program
+from commdsl.runtime.work import Result
+
+Call: TypeAlias = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+"""What makes calls on tensors of some shapes."""
 
 
 class Op(Protocol):
@@ -29,9 +33,41 @@ class Op(Protocol):
 
     def traced(self, group_name: str) -> Program: ...
 
+    def bound(self, inputs: tuple[torch.Tensor, ...], group: Any, asked: Asked) -> Call: ...
+
     def inverse(self, way: Backward, group_name: str) -> Op:
         """The op of a way back."""
         ...
+
+    def __call__(
+        self,
+        *inputs: torch.Tensor,
+        group: Any = None,
+        op: Reduction = "sum",
+        timeout: Patience = None,
+        lengths: Sequence[int] | None = None,
+    ) -> Any: ...
+
+
+def called(op: Op, group_name: str, asked: Asked, inputs: tuple[torch.Tensor, ...]) -> Result:
+    """A call that has a gradient, where torch's dispatcher has nothing else to do."""
+    result: Result = _Direct.apply(op, group_name, asked, *inputs)  # type: ignore[no-untyped-call] # torch's
+    return result
+
+
+class _Direct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: Op, group_name: str, asked: Asked, *inputs: torch.Tensor) -> Any:
+        ctx.given = op, group_name, asked
+        ctx.others = len(inputs) - 1
+        with torch._C._AutoDispatchBelowAutograd():
+            outputs = op.bound(inputs, group_name, asked)(inputs)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        op, group_name, asked = ctx.given
+        return None, None, None, _back(op, gradients, group_name, asked), *ctx.others * (None,)
 
 
 def register(library: torch.library.Library, op: Op) -> None:
@@ -68,10 +104,9 @@ def _back(op: Op, gradients: tuple[torch.Tensor, ...], group_name: str, asked: A
 
 def _call(op: Op, way: Backward, gradient: torch.Tensor, group_name: str, asked: Asked) -> torch.Tensor:
     inverse, passed = (op, asked.op) if way.schedule == "" else (op.inverse(way, group_name), "sum")
-    known = inverse.traced(group_name)
-    lengths = () if asked.lengths is None else (_way_back(asked.lengths, known.plan.num_ranks),)
-    strings = (group_name, passed) if known.signature.has_reduction else (group_name,)
-    result: torch.Tensor = getattr(torch.ops.commdsl, inverse.name)(gradient, *lengths, *strings, asked.seconds)
+    ranks = inverse.traced(group_name).plan.num_ranks
+    lengths = None if asked.lengths is None else _way_back(asked.lengths, ranks)
+    result: torch.Tensor = inverse(gradient, group=group_name, op=passed, timeout=asked.seconds, lengths=lengths)
     return result
 
 

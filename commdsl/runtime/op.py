@@ -172,9 +172,12 @@ class Op:
             self._dispatch(f"{self.name}_", inputs, group, asked)
 
     def _result(self, inputs: tuple[torch.Tensor, ...], group: Any, asked: Asked) -> Result:
-        if eager.skips_dispatcher(inputs) and len(inputs) - self.num_inputs in (0, self.num_scales):
-            outputs = self.bound(inputs, group, asked)(inputs)
-            return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        if len(inputs) - self.num_inputs in (0, self.num_scales):
+            if eager.skips_dispatcher(inputs):
+                outputs = self.bound(inputs, group, asked)(inputs)
+                return outputs[0] if len(outputs) == 1 else tuple(outputs)
+            if eager.skips_dispatcher(inputs, but_gradients=True):
+                return autograd.called(self, groups.name_of(group), asked, inputs)
         result: Result = self._dispatch(self.name, inputs, group, asked)
         return result
 
