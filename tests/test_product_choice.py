@@ -279,6 +279,7 @@ def test_what_no_schedule_multiplies() -> None:
         (auto.choice("matmul_all_reduce", 7, 8, 8, ranks=2), "2 ranks do not divide 7 rows"),
         (auto.choice(gather, *shape, ranks=2, device=GPU, itemsize=4), "elements of 4 bytes"),
         (auto.choice(gather, 8, 60, 64, ranks=2, device=GPU), "a multiple of 16 bytes, not 60 deep and 64 wide"),
+        (auto.choice(gather, 8, 72, 64, ranks=2, device=GPU, is_float8=True), "not 72 deep and 64 wide"),
     ):
         assert found.schedule == SEQUENCE
         assert why in found.reason
@@ -295,6 +296,11 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert said.splitlines() == ["allgather_matmul C=1", found["reason"]]
     assert (found["rows"], found["params"]) == (8192, {"C": 1})
+    assert run_command([*words, "--float8", "--json"]) == 0
+    narrow = json.loads(capsys.readouterr().out)
+    assert (found["float8"], narrow["float8"]) == (False, True)
+    assert "all_gather_matmul 8192x8192 float8" in narrow["reason"]
+    assert run_command(["choice", "all_reduce", "64KB", "--ranks", "2", "--float8"]) == 2
     assert run_command(["choice", "all_gather_matmul", "64KB", "--ranks", "2"]) == 2
     assert run_command(["choice", "gather_matmul", "8x8x8", "--ranks", "2"]) == 2
     assert "all_to_all_matmul or attention, got `gather_matmul`" in capsys.readouterr().err

@@ -33,15 +33,16 @@ def choice(collective: str, nbytes: int, ranks: int, device: str | None, *, as_j
     return tell(found, said, as_json=as_json)
 
 
-def product(operator: str, shape: str, ranks: int, device: str | None, *, as_json: bool) -> Exit:
+def product(operator: str, shape: str, ranks: int, device: str | None, *, is_float8: bool, as_json: bool) -> Exit:
     """As `choice`, of `8192x4096x1024`: rows of all ranks, depth and columns."""
     rows, depth, columns = product_shape(shape)
     where = device or this_device()
     try:
-        found = products.choice(operator, rows, depth, columns, ranks=ranks, device=where)
+        found = products.choice(operator, rows, depth, columns, ranks=ranks, device=where, is_float8=is_float8)
     except ValueError as error:
         raise UsageError(str(error)) from error
     said = {"operator": operator, "rows": rows, "depth": depth, "columns": columns, "ranks": ranks, "device": where}
+    said |= {"float8": is_float8}
     return tell(found, said, as_json=as_json)
 
 

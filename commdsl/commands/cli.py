@@ -268,9 +268,10 @@ def tune(words: Words, collectives: str, sizes: str, factor: int, output: Path |
     "--ranks", section=WHAT, type=click.IntRange(1), required=True, metavar="N", help="The size of the group; needed."
 )
 @option("--device", section=WHAT, metavar="NAME", help="As torch names the GPU; this machine's unless said.")
+@option("--float8", section=WHAT, is_flag=True, help="Of a product: factors with a scale each.")
 @of_attention
 @as_json
-def choice(collective: str, size: str, ranks: int, device: Text, as_json: bool, **sizes: Any) -> Exit:
+def choice(collective: str, size: str, ranks: int, device: Text, float8: bool, as_json: bool, **sizes: Any) -> Exit:
     """Say which schedule `commdsl.COLLECTIVE` runs for SIZE bytes on the larger side of a rank, and why; or for
     `attention`, of SIZE tokens over all ranks.
 
@@ -280,6 +281,8 @@ def choice(collective: str, size: str, ranks: int, device: Text, as_json: bool, 
     from commdsl.commands.choice import attention, choice, product
     from commdsl.planner.tuning.selection import COLLECTIVES, PRODUCTS
 
+    if float8 and collective not in PRODUCTS:
+        raise UsageError(f"--float8 is for a product, not for {collective}")
     if collective == "attention":
         return attention(size, ranks, device, as_json=as_json, **sizes)
     if given := [name for name, value in sizes.items() if value]:
@@ -287,7 +290,7 @@ def choice(collective: str, size: str, ranks: int, device: Text, as_json: bool, 
     if collective not in (*COLLECTIVES, *PRODUCTS):
         raise UsageError(f"expected one of {', '.join((*COLLECTIVES, *PRODUCTS))} or attention, got `{collective}`")
     if collective in PRODUCTS:
-        return product(collective, size, ranks, device, as_json=as_json)
+        return product(collective, size, ranks, device, is_float8=float8, as_json=as_json)
     return choice(collective, arguments.parse_bytes(size, "SIZE"), ranks, device, as_json=as_json)
 
 

@@ -134,14 +134,22 @@ class Estimate:
 
 
 def choice(
-    operator: str, rows: int, depth: int, columns: int, *, ranks: int, device: str = "cpu", itemsize: int = 2
+    operator: str,
+    rows: int,
+    depth: int,
+    columns: int,
+    *,
+    ranks: int,
+    device: str = "cpu",
+    itemsize: int = 2,
+    is_float8: bool = False,
 ) -> Choice:
     """What `commdsl.overlap.OPERATOR` runs, and why: the same on every rank that asks for the same.
 
     `rows`: of all `ranks`; `depth`, `columns`: of this rank's weights, as in torch.nn.Linear(depth, columns), and of
     the results of `matmul_all_to_all`, whose weights have as many columns for each rank, and the rows of
-    `all_to_all_matmul`, whose weights are as deep for each. `itemsize`: bytes of an element; `device`: as torch names
-    the GPU, or "cpu". Raises ArgumentError.
+    `all_to_all_matmul`, whose weights are as deep for each. `itemsize`: bytes of an element; `is_float8`: of one byte,
+    with scales, and of bfloat16 what is made; `device`: as torch names the GPU, or "cpu". Raises ArgumentError.
     """
     if operator not in PRODUCTS:
         raise ArgumentError(f"expected one of {', '.join(PRODUCTS)}, got `{operator}`")
@@ -152,7 +160,9 @@ def choice(
         raise ArgumentError(f"{rows} x {depth} x {columns} of {itemsize} bytes on {ranks} ranks is no product")
     if rows % ranks and operator not in ANY_ROWS:
         raise ArgumentError(f"`{operator}`: {rows} rows of {ranks} ranks are not equally many of each")
-    product = Product(operator, rows, depth, columns, ranks, itemsize)
+    if is_float8:
+        itemsize = 1 if OPERATORS[operator].gathers else 2  # of what travels
+    product = Product(operator, rows, depth, columns, ranks, itemsize, is_float8)
     if why := _unscheduled(product, device):
         return Choice(product.name, product.nbytes, ranks, device, SEQUENCE, (), (), why)
     return choose(product, device)
@@ -168,7 +178,7 @@ def _unscheduled(product: Product, device: str) -> str:
         return ""
     if product.itemsize > 2:
         return f"no kernel on GPUs multiplies elements of {product.itemsize} bytes beside what travels"
-    if product.depth * product.itemsize % LINE_BYTES or product.columns * 2 % LINE_BYTES:
+    if product.depth * (1 if product.is_float8 else product.itemsize) % LINE_BYTES or product.columns * 2 % LINE_BYTES:
         sides = f"{product.depth} deep and {product.columns} wide"
         return f"kernels on GPUs read and write rows of a multiple of {LINE_BYTES} bytes, not {sides}"
     return ""
