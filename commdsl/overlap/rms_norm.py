@@ -18,6 +18,7 @@ from commdsl.machine.errors import ArgumentError
 from commdsl.overlap.calls import NAMESPACE, call
 from commdsl.overlap.programs import row_program
 from commdsl.runtime import collectives, groups
+from commdsl.runtime.eager import skips_dispatcher
 from commdsl.runtime.errors import CaptureError, TensorError
 from commdsl.runtime.given import Asked
 from commdsl.runtime.given import tensor as check_tensor
@@ -49,9 +50,13 @@ def all_reduce_rms_norm(
     for one in (x, residual, weight):
         if not isinstance(one, Tensor) or one.layout is not torch.strided:
             check_tensor("all_reduce_rms_norm", one)
-    found: tuple[Tensor, Tensor] = call(
-        __name__, "all_reduce_rms_norm", _run, (x, residual, weight), eps, groups.name_of(group)
-    )
+    given, others = (x, residual, weight), (eps, groups.name_of(group))
+    is_differentiated = torch.is_grad_enabled() and any(one.requires_grad for one in given)
+    found: tuple[Tensor, Tensor]
+    if is_differentiated and skips_dispatcher(given, but_gradients=True):
+        found = _Direct.apply(*given, *others)  # type: ignore[no-untyped-call] # torch's
+    else:
+        found = call(__name__, "all_reduce_rms_norm", _run, given, *others)
     return found
 
 
@@ -115,7 +120,22 @@ def _library() -> torch.library.Library:
     return made
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float, str], output: tuple[Tensor, Tensor]) -> None:
+class _Direct(torch.autograd.Function):
+    """A call that has gradients, where torch's dispatcher has nothing else to do."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            made = _run(*given)
+        _keep(ctx, given, made)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _back(ctx, *gradients)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     _, _, weight, ctx.eps, _ = inputs
     ctx.save_for_backward(weight, output[1])
 
