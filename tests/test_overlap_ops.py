@@ -256,6 +256,22 @@ def test_gradient_of_gradient_on_ranks(call: Any, meaning: Any) -> None:
         assert torch.equal(of_w, wanted[len(rows) + rank])
 
 
+@pytest.mark.parametrize("call", [commdsl.all_reduce, *(call for call, _ in WAYS)], ids=["all_reduce", *NAMES])
+def test_gradients_made_at_once(call: Any) -> None:
+    """Autograd makes the gradients of several results at once, as for a Jacobian, as it does one after the other."""
+    x, w = given(call, 2, rows=2)
+
+    def back(rank: int, group: str) -> None:
+        own = [one[rank].clone().requires_grad_() for one in ((x,) if call is commdsl.all_reduce else (x, w))]
+        made = call(*own, group=group)
+        several = torch.stack([torch.full_like(made, factor) for factor in (1, 2)])
+        found = torch.autograd.grad(made, own, several, is_grads_batched=True, retain_graph=True)
+        wanted = zip(*(torch.autograd.grad(made, own, one, retain_graph=True) for one in several), strict=True)
+        assert all(torch.equal(one, torch.stack(other)) for one, other in zip(found, wanted, strict=True))
+
+    in_group(2, back)
+
+
 @pytest.mark.parametrize(("call", "meaning"), WAYS, ids=NAMES)
 def test_torch(call: Any, meaning: Any) -> None:
     """opcheck finds nothing; fake tensors have the shapes of real ones."""

@@ -102,7 +102,7 @@ def _of_both(ctx: Any, shared: Tensor, own: Tensor) -> Tensor:
     """Rows that are the same on all ranks, transposed, times this rank's own, where this is to have a gradient: that of
     what is shared comes from all ranks.
     """
-    rows, factor = (one.flatten(0, -2).t() for one in (shared, own))
+    rows, factor = (_matrix(one).t() for one in (shared, own))
     made: Tensor = _called(ctx, "replicated_matmul", rows, factor)
     return made
 
@@ -189,4 +189,9 @@ def _all_columns(ctx: Any, x: Tensor) -> Tensor:
 
 
 def _of_weights(gradient: Tensor, rows: Tensor) -> Tensor:
-    return torch.mm(gradient.flatten(0, -2).t(), rows.flatten(0, -2))
+    return torch.mm(_matrix(gradient).t(), _matrix(rows))
+
+
+def _matrix(rows: Tensor) -> Tensor:
+    """One is left alone: where autograd makes several gradients at once, torch flattens none."""
+    return rows if rows.dim() == 2 else rows.flatten(0, -2)

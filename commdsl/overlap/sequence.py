@@ -61,8 +61,9 @@ def multiply_there(there: Tensor, factor: Tensor, *scales: Tensor) -> Tensor:
 
 def side_by_side(blocks: Tensor, ranks: int) -> Tensor:
     """(P * n, ..., K) -> (n, ..., P * K): what came from each rank, as columns."""
-    found: Tensor = blocks.unflatten(0, (ranks, -1)).movedim(0, -2).flatten(-2)
-    return found
+    rows, *between, columns = blocks.shape
+    apart = blocks.reshape(ranks, rows // ranks, *between, columns)
+    return apart.movedim(0, -2).reshape(rows // ranks, *between, ranks * columns)
 
 
 def multiply(rows: Tensor, factor: Tensor, *scales: Tensor) -> Tensor:

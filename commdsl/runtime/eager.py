@@ -12,6 +12,7 @@ from torch._C import (
     _functorch,
     _get_function_stack_at,
     _get_tracing_state,
+    _has_storage,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
     is_grad_enabled,
@@ -50,6 +51,7 @@ def skips_dispatcher(tensors: tuple[torch.Tensor, ...], *, but_gradients: bool =
             or tensor.is_conj()  # its memory does not hold its values as they are read; nor in the next two
             or tensor.is_neg()
             or tensor._is_zerotensor()
+            or not _has_storage(tensor)  # as one of the gradients that autograd makes at once has none
         ):
             return False
     return True
