@@ -1,4 +1,5 @@
-"""Turns a schedule's text into its mutants: a statement dropped or doubled, or an index or bound raised by one.
+"""Turns a schedule's text into its mutants: a statement dropped or doubled, an index or bound raised by one, or what a
+function is handed in another order.
 
 Assumes a text that parses. Works on the text, guided by the spans of its syntax; does not judge what a mutant is worth.
 The contract (`ensure`) and the head stay as they are, apart from being dropped or doubled: they say what is wanted.
@@ -7,7 +8,8 @@ The contract (`ensure`) and the head stay as they are, apart from being dropped 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import pairwise
 from typing import Any, get_args
 
 from commdsl.language import syntax
@@ -19,7 +21,7 @@ EXPRESSIONS = get_args(syntax.Expr)
 
 @dataclass(frozen=True)
 class Mutant:
-    kind: str  # "dropped", "doubled" or "changed"
+    kind: str  # "dropped", "doubled", "changed" or "swapped"
     line: int
     what: str  # the text that was changed
     text: str
@@ -64,6 +66,14 @@ def replaced(span: Span, text: str) -> str:
     return whole[: span.start] + text + whole[span.end :]
 
 
+def swapped(passing: syntax.Passing) -> Iterator[Mutant]:
+    """What stands side by side, the other way round."""
+    for one, other in (*pairwise(passing.reads), *pairwise(passing.writes)):
+        span = replace(one.span, end=other.span.end)
+        text = f"{other.text}, {one.text}"
+        yield Mutant("swapped", span.position[0], span.text, replaced(span, text))
+
+
 def mutants(schedule: syntax.ScheduleDecl) -> Iterator[Mutant]:
     """Every mutant of one schedule, in the order of the text."""
     for statement in (node for top in schedule.body for node in walk(top) if isinstance(node, STATEMENTS)):
@@ -71,6 +81,8 @@ def mutants(schedule: syntax.ScheduleDecl) -> Iterator[Mutant]:
         line = span.position[0]
         yield Mutant("dropped", line, span.text, replaced(span, ""))
         yield Mutant("doubled", line, span.text, replaced(span, f"{span.text}\n{span.text}"))
+        if isinstance(statement, syntax.Visit):
+            yield from swapped(statement.passing)
     for statement in schedule.body:
         for expression in expressions(statement):
             span = expression.span
