@@ -259,7 +259,7 @@ def test_gradient_of_gradient_on_ranks(call: Any, meaning: Any) -> None:
 @pytest.mark.parametrize("call", [commdsl.all_reduce, *(call for call, _ in WAYS)], ids=["all_reduce", *NAMES])
 def test_gradients_made_at_once(call: Any) -> None:
     """Autograd makes the gradients of several results at once, as for a Jacobian, as it does one after the other."""
-    x, w = given(call, 2, rows=2)
+    x, w = given(call, 2, rows=2, middle=(3,))
 
     def back(rank: int, group: str) -> None:
         own = [one[rank].clone().requires_grad_() for one in ((x,) if call is commdsl.all_reduce else (x, w))]

@@ -7,6 +7,7 @@ Assumes what `keep` has kept. Does not register anything; `functional` does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -193,5 +194,5 @@ def _of_weights(gradient: Tensor, rows: Tensor) -> Tensor:
 
 
 def _matrix(rows: Tensor) -> Tensor:
-    """One is left alone: where autograd makes several gradients at once, torch flattens none."""
-    return rows if rows.dim() == 2 else rows.flatten(0, -2)
+    """By a word that torch knows, too, where autograd makes several gradients at once: `flatten` is none."""
+    return rows if rows.dim() == 2 else rows.reshape(prod(rows.shape[:-1]), rows.shape[-1])
