@@ -31,9 +31,12 @@ AS_ASKED = given.asked("sum", None, None)
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What made a call, which its op keeps, and the shapes of the results."""
+    """What made a call, which its op keeps, or None, where one was made after the other, for a group that this finds;
+    and the shapes of the results.
+    """
 
-    call: weakref.ref[Multiplying]
+    call: weakref.ref[Multiplying] | None
+    owner: Callable[[], object]
     shapes: Sequence[Shape]
 
 
@@ -56,13 +59,18 @@ class Run:
         given = [one for one in scales if one is not None]
         key = (group_name, len(given), x.dtype, x.device, x.shape, w.dtype, w.device, w.shape)
         seen = self._seen.get(key)
-        call = None if seen is None else seen.call()
         behind = groups.resolve(group_name)[1]
-        if seen is None or call is None or behind is None or not call.serves(behind):
+        if seen is None or behind is None or seen.owner() is not behind:
+            return self._first(key, x, w, group_name, given)
+        call = None if seen.call is None else seen.call()
+        if seen.call is not None and (call is None or not call.serves(behind)):
             return self._first(key, x, w, group_name, given)
         if given:
             check_scales(self._product, x, w, given)
-        return _shaped(call((*operands(self._product, x, w, group_name), *given)), seen.shapes, x)
+        rows, factor = operands(self._product, x, w, group_name)
+        if call is None:
+            return _shaped(self._one_after_the_other(rows, factor, group_name, given), seen.shapes, x)
+        return _shaped(call((rows, factor, *given)), seen.shapes, x)
 
     def _first(self, key: Hashable, x: Tensor, w: Tensor, group_name: str, scales: Sequence[Tensor]) -> Any:
         """Of such tensors, as far as is known."""
@@ -73,13 +81,15 @@ class Run:
         rows, factor = operands(self._product, x, w, group_name)
         find = program if self._shape_of_rows is None else program_with_rows
         op = find(self._product, rows, factor, group_name)
+        owner = groups.owner_of(group_name)
         if op is None:
+            keep(self._seen, key, _Seen(None, owner, wanted), MAX_KEPT)
             return _shaped(self._one_after_the_other(rows, factor, group_name, scales), wanted, x)
         inputs = (rows, factor, *scales)
         call = op.bound(inputs, group_name, AS_ASKED)
         assert isinstance(call, Multiplying)
         if not call.compares:  # which ranks do on the way
-            keep(self._seen, key, _Seen(weakref.ref(call), wanted), MAX_KEPT)
+            keep(self._seen, key, _Seen(weakref.ref(call), owner, wanted), MAX_KEPT)
         return _shaped(call(inputs), wanted, x)
 
     def _one_after_the_other(
