@@ -21,6 +21,7 @@ from commdsl.checks.determinism import same_bits
 from commdsl.checks.locations import Located
 from commdsl.commands.dump_plans import plan_text
 from commdsl.commands.dumps import ir_text
+from commdsl.commands.report import cost_lines
 from commdsl.commands.trial import Settings, trial
 from commdsl.ir.interpret import run
 from commdsl.ir.rounding import rounded
@@ -105,7 +106,16 @@ def test_same_bits_on_every_rank() -> None:
     """An all-reduce whose owner keeps the sum as it was has other bits there than elsewhere, which the report knows."""
     text = SHIPPED["allreduce_float8"]
     assert same_bits(Located(compiled(text, 4).schedule))
-    assert not same_bits(Located(compiled(text.replace("i in 0 ..< P", "i in 1 ..< P"), 4).schedule))
+    kept = compiled(text.replace("i in 0 ..< P", "i in 1 ..< P"), 4)
+    assert not same_bits(Located(kept.schedule))
+    assert "ranks may differ by a rounding to float8" in "\n".join(cost_lines(kept.report))
+
+
+def test_other_bits_where_nothing_is_added_up() -> None:
+    """So has an all-gather whose owner keeps its block as it was."""
+    text = OWN.replace("  each r { copy x[r] -> x[r] as CAST }\n", "").replace("-> x[r] @ q", "-> x[r] @ q as CAST")
+    assert not same_bits(Located(compiled(text, 4, CASTS[1]).schedule))
+    assert same_bits(Located(compiled(OWN, 4, CASTS[1]).schedule))
 
 
 # --- the oracle -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Tells whether ranks that want the same reduction get the same bits, and which statements leave bits as they are.
+"""Tells whether ranks that want the same value get the same bits, and which statements leave bits as they are.
 
 Assumes indices in bounds, no overlapping writes, no undefined reads. Every location carries a hash of the expression
 that made it: a chunk, the combination of two (either order gives the same bits), or of a list in its order, rounded
@@ -17,6 +17,7 @@ from commdsl.checks.casts import Mask, left, rounded
 from commdsl.checks.contributions import mix
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedTask
 from commdsl.checks.operations import HOW
+from commdsl.ir.schedules import Contract
 
 Hashes = NDArray[np.uint64]
 
@@ -73,15 +74,21 @@ def same_bits(located: Located) -> bool:
     """Whether each value a contract wants in several places is made by one expression everywhere."""
     hashes = expressions(located)
     for contract in located.schedule.contracts:
-        if contract.operation is None or not len(contract.dest_rank):
+        if not len(contract.dest_rank):
             continue
-        values, first = np.unique(contract.value, return_index=True)
         found = hashes[located.contract_dests(contract)]
-        one = np.zeros(int(values[-1]) + 1, dtype=np.uint64)
-        one[values] = found[first]
-        if not np.array_equal(found, one[contract.value]):
+        _, first, which = np.unique(_meant(located, contract), return_index=True, return_inverse=True)
+        if not np.array_equal(found, found[first][which]):
             return False
     return True
+
+
+def _meant(located: Located, contract: Contract) -> Hashes:
+    """Of every chunk that a contract names a hash of what it is to have, in any order."""
+    sources = located.contract_sources(contract)
+    marks = np.where(sources == located.nowhere, np.uint64(0), mix(sources.astype(np.uint64)))
+    meant: Hashes = marks.sum(axis=1, dtype=np.uint64)[contract.value]
+    return meant
 
 
 def _pair(left: Hashes, right: Hashes, how: np.uint64) -> Hashes:

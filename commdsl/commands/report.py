@@ -90,7 +90,8 @@ def cost_lines(report: Report) -> Iterator[str]:
     least = time_text(report.limit.latency, report.limit.seconds_per_byte)
     yield f"  {'least':<10}{least} for any schedule ({report.limit.reason})"
     yield f"  {'ratio':<10}{ratio_text(report)}"
-    bits = "the same bits on every rank" if report.same_bits else "ranks may differ in the last bit"
+    differ = "in the last bit" if report.rounded_to is None else f"by a rounding to {report.rounded_to}"
+    bits = "the same bits on every rank" if report.same_bits else f"ranks may differ {differ}"
     yield f"  {'result':<10}{bits}"
 
 

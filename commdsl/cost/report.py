@@ -112,7 +112,8 @@ class Report:
     pair_dest: NDArray[np.int32] = field(repr=False)
     pair_blocks: NDArray[np.float64] = field(repr=False)
     limit: Limit
-    same_bits: bool  # wherever the contract wants one reduction on several ranks, they get the same bits
+    same_bits: bool  # wherever the contract wants one value on several ranks, they get the same bits
+    rounded_to: str | None  # the type in which values travel, where that is another than the caller's
 
     def seconds_for(self, block_bytes: int) -> float:
         return self.latency + self.seconds_per_byte * block_bytes
@@ -186,6 +187,7 @@ def report(schedule: Schedule, block_bytes: int = DEFAULT_BLOCK_BYTES) -> Report
         pair_blocks=pair_blocks,
         limit=limit(schedule),
         same_bits=same_bits(located),
+        rounded_to=None if schedule.cast is None else schedule.cast.element,
     )
 
 
