@@ -93,7 +93,7 @@ def _check_buffers(schedule: Schedule, found: Behind, moved: list[Statement]) ->
 
 
 def _check_types(schedule: Schedule, found: Behind) -> None:
-    """A number is float32, whatever the rows are; all else is as they are."""
+    """A number is float32, whatever the rows are; all else is as they are. The function says how long what is."""
     extents = zip(found.given, ROWWISE[found.function].given, strict=True)
     numbers = {number for number, extent in extents if extent is Extent.NUMBER}
     for number, buffer in enumerate(schedule.buffers):
@@ -103,6 +103,9 @@ def _check_types(schedule: Schedule, found: Behind) -> None:
             label = f"{what}, of type {buffer.element}" if buffer.element else f"{what}, of no type"
             plain = f"{buffer.kind.value} {buffer.name}"
             raise _fault(buffer.span, label, f"declare `{plain} {wanted}`" if wanted else f"declare `{plain}`")
+        if buffer.like is not None:
+            label = f"`{found.function}` says how long it is"
+            raise _fault(buffer.span, label, f"leave `like {buffer.like}` out")
 
 
 def _fault(span: Span, label: str, help: str) -> CommError:
