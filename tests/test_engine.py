@@ -33,6 +33,7 @@ from commdsl.program.plan import Plan  # noqa: E402
 from commdsl.program.sizes import device_launch  # noqa: E402
 from commdsl.program.verify import verify  # noqa: E402
 from commdsl.runtime import engine, groups  # noqa: E402
+from commdsl.runtime.workspace import Meanwhile  # noqa: E402
 
 RANKS = 4
 TILE = 4096
@@ -314,7 +315,7 @@ def test_the_end_of_a_call_is_told(gpu: FakeGpu, name: str) -> None:
         word = torch.zeros(1, dtype=torch.int64)
         for told in (word.data_ptr(), 0):
             out.zero_()
-            end = start.begin([x.data_ptr(), out.data_ptr()], told)
+            end = start.begin([x.data_ptr(), out.data_ptr()], Meanwhile(told=told))
             assert word.item() == 0
             end()
             assert word.item() == (told != 0)

@@ -91,4 +91,4 @@ def test_dry_run() -> None:
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.rstrip().endswith("a dry run: 90 contenders right, nothing timed")
+    assert done.stdout.rstrip().endswith("a dry run: 108 contenders right, nothing timed")
