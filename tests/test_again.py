@@ -30,7 +30,6 @@ from commdsl.build.matmul import ELSEWHERE  # noqa: E402
 from commdsl.overlap import programs  # noqa: E402
 from commdsl.overlap.auto import OPERATORS, Product  # noqa: E402
 from commdsl.planner.tuning.selection import Choice  # noqa: E402
-from commdsl.program.pushed import NOTHING, pushes  # noqa: E402
 from commdsl.runtime import again, fused, groups  # noqa: E402
 from commdsl.runtime.again import Again  # noqa: E402
 from commdsl.runtime.communicator import Communicator  # noqa: E402
@@ -161,8 +160,7 @@ def made(gpu: FakeGpu, room: Room, monkeypatch: pytest.MonkeyPatch) -> list[Agai
     def multiplying(one: Multiplying, *given: Any) -> None:
         plain(one, *given)
         _, communicator, program, _, inputs = given
-        plan, parts = program.visits.plan, program.visits.parts
-        pushed = pushes(plan, parts, communicator.rank) if program.visits.pushes else NOTHING
+        plan, pushed = program.visits.plan, one._pushed(program.visits)
         operands = fused._products(plan)[0].reads[:2]
         rows, factor = (one._cut.operand(kept, one._cut.given(inputs)) for kept in operands)
         one._fused = Products(gpu, plan, one._cut.places, rows, factor, rows.dtype, pushed)
@@ -332,6 +330,17 @@ def counted(step: Callable[[], None], but: Sequence[Any]) -> tuple[int, int]:
     finally:
         sys.setprofile(None)
     return functions, questions
+
+
+def test_what_takes_rounds_is_copied(gpu: FakeGpu, room: Room, made: list[Again]) -> None:
+    """Peers are told of each by itself: a tile is shorter than a block here."""
+
+    def body(rank: int, group: str) -> None:
+        caller = Caller(gpu, room, SCATTER, rank, group)
+        caller.op = commdsl.load(SCATTER, params={"C": 1}, ranks=RANKS, tune={"matmul": "push", "tile": 128})
+        assert len([copy for copy, *_ in caller.asked(1) if copy]) > 1
+
+    run(gpu, body)
 
 
 def test_streams(gpu: FakeGpu, room: Room, made: list[Again]) -> None:

@@ -54,35 +54,28 @@ def pushes(plan: Plan, parts: Sequence[Part], rank: int) -> Pushes:
     """Of every launch that can do without its copies; none: `of` is empty."""
     of_part = {part.name: part.of for part in parts}
     lies = {kept: number for number, kept in enumerate(landing(plan, parts))}
-    begun = [over for (_, phase), over in zip(started(plan), ended(plan), strict=True) if isinstance(phase, Launch)]
-    found = dict[Kept, tuple[int, list[tuple[Place, Kept]]]]()
-    for number, launch in enumerate(launches(plan)):
-        ends = max((one.after for one in launches(plan)[: begun[number]]), default=0)
+    over = [over for (_, phase), over in zip(started(plan), ended(plan), strict=True) if isinstance(phase, Launch)]
+    ahead, found = launches(plan), dict[Kept, tuple[int, list[tuple[Place, Kept]]]]()
+    for number, launch in enumerate(ahead):
+        ends = max((one.after for one in ahead[: over[number]]), default=0)
         for source, sent in _sent(launch, rank):
             made = _product_of(plan, source)
             if source not in found and made is not None and max(launch.opens, ends) <= made:
                 found[source] = number, [((peer, of_part.get(kept.name, kept.name)), kept) for peer, kept in sent]
     places = _places([one for _, written in found.values() for one in written], lies)
+    if any(len({lies[b] - lies[a] for a, b in pairwise(kept)}) > 1 for kept in places.values()):
+        return NOTHING
     numbers = {place: number for number, place in enumerate(places)}
     of = dict[Kept, Pushed]()
     for source, (number, written) in found.items():
         to, at = sorted(numbers[place] for place, _ in written), {places[place].index(kept) for place, kept in written}
         if len(at) != 1 or to != list(range(to[0], to[0] + len(to))):
             return NOTHING
-        of[source] = Pushed(number, to[0], len(to), min(at), _is_read(plan, source, launches(plan)[number]))
-    gaps = ({lies[b] - lies[a] for a, b in pairwise(kept)} for kept in places.values())
-    return (
-        Pushes(rank, of, tuple((peer, kept) for (peer, _), kept in places.items()))
-        if all(map(_is_one, gaps))
-        else NOTHING
-    )
+        of[source] = Pushed(number, to[0], len(to), min(at), _is_read(plan, source, ahead[number]))
+    return Pushes(rank, of, tuple((peer, kept) for (peer, _), kept in places.items()))
 
 
 NOTHING = Pushes(0, {}, ())
-
-
-def _is_one(found: set[int]) -> bool:
-    return len(found) <= 1
 
 
 def _places(written: Sequence[tuple[Place, Kept]], lies: Mapping[Kept, int]) -> dict[Place, tuple[Kept, ...]]:

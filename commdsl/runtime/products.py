@@ -21,7 +21,7 @@ from commdsl.cost.profile import Profile
 from commdsl.ir.products import MATMUL, Part
 from commdsl.program.launches import Visit
 from commdsl.program.memory import Kept
-from commdsl.program.pushed import NOTHING, pushes
+from commdsl.program.pushed import NOTHING, Pushes, pushes
 from commdsl.program.stamps import alone, task
 from commdsl.program.visited import kept_by, landing
 from commdsl.program.visited import visits as visited
@@ -78,7 +78,7 @@ class Multiplying:
 
             results = _results(visits, given)
             if len(results) == 1 and fused.fits(visits.plan, cut.places, rows, factor, *results):
-                pushed = pushes(visits.plan, visits.parts, communicator.rank) if visits.pushes else NOTHING
+                pushed = self._pushed(visits)
                 self._fused = fused.Fused(visits.plan, cut.places, rows, factor, results.pop(), pushed)
         self._again: Again | None = None
         self._alone: Callable[[Callable[[], None]], None] = operator.call
@@ -92,6 +92,12 @@ class Multiplying:
         self._sums = any(one.writes[0] in one.reads[2:] for one in _products(visits))
         self._lie: dict[tuple[tuple[int, ...], ...], None] = {}  # strides of inputs that a call takes
         self._stamps: Stamps | None = None  # of the last call, where they are
+
+    def _pushed(self, visits: Visits) -> Pushes:
+        """What products push, if they are to: not where launches take rounds, of which peers are told one by one."""
+        if not visits.pushes or self._visiting.rounds > 1:
+            return NOTHING
+        return pushes(visits.plan, visits.parts, self._communicator.rank)
 
     @property
     def is_over(self) -> bool:

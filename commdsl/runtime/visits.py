@@ -92,6 +92,11 @@ class Visiting:
         """As `Bound.is_over`."""
         return self._communicator.is_closed
 
+    @property
+    def rounds(self) -> int:
+        """The most that a launch takes."""
+        return max((start.launch.rounds for turns in self._starts.values() for start in turns), default=1)
+
     def serves(self, behind: object) -> bool:
         """As `Call.serves`."""
         for one in self._workspaces:
