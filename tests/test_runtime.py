@@ -15,9 +15,11 @@ torch = pytest.importorskip("torch")
 
 import gloo_ranks  # noqa: E402 - after the check for torch
 import runtime_cases  # noqa: E402 - after the check for torch
-from thread_ranks import in_group  # noqa: E402 - after the check for torch
+from thread_ranks import at_once, in_group  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402
+from commdsl.runtime import groups  # noqa: E402
+from commdsl.runtime.communicator import Communicator  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,22 @@ def test_threads_of_one_process(nodes: str, monkeypatch: pytest.MonkeyPatch) -> 
     inputs = [torch.arange(50.0) * (rank + 1) for rank in range(3)]
     results = in_group(3, lambda rank, group: op(inputs[rank], group=group))
     assert all(isinstance(result, torch.Tensor) and torch.equal(result, sum(inputs)) for result in results)
+
+
+def test_threads_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads of every rank make a group's first call at once: one of them sets it up, and both have the sum."""
+    make, made, names = groups._make, list[str](), commdsl.threads(2)
+
+    def slow(name: str, member: groups._Member, device: torch.device) -> Communicator:
+        made.append(name)
+        time.sleep(0.05)  # the other thread comes meanwhile
+        return make(name, member, device)
+
+    monkeypatch.setattr(groups, "_make", slow)
+    op = commdsl.load("allreduce_ring", ranks=2)
+    sums = at_once(4, lambda number: op(torch.ones(50), group=names[number % 2]))
+    assert sorted(made) == [*names]
+    assert all(torch.equal(one, torch.full((50,), 2.0)) for one in sums)
 
 
 def test_shapes_without_a_group() -> None:

@@ -6,15 +6,16 @@ one piece of state this package keeps per process: an op knows its group by name
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -43,9 +44,13 @@ class _Member:
         return found is not None and self.owner() is found
 
 
+_Key: TypeAlias = tuple[str, torch.device]
+
 _LOCK = threading.Lock()
+_DONE = threading.Condition(_LOCK)
 _THREADS: dict[str, _Member] = {}
-_COMMUNICATORS: dict[tuple[str, torch.device], tuple[_Member, Communicator]] = {}
+_COMMUNICATORS: dict[_Key, tuple[_Member, Communicator]] = {}
+_MAKING: set[_Key] = set()  # what some thread makes now
 _NUMBERS = itertools.count()
 _FORKS: list[int] = []  # the process that asked to be told of forks
 _INHERITED: weakref.WeakSet[Any] = weakref.WeakSet()  # groups of the process that this one was forked from
@@ -158,15 +163,33 @@ def _known(name: str, behind: object, device: torch.device) -> Communicator:
     found = _COMMUNICATORS.get(key)  # without the lock: every call comes here
     if found is not None and found[0].is_behind(behind):
         return found[1]
-    sweep()
-    member = _member(name)
-    made = _make(name, member, device)
-    with _LOCK:
+    with _alone(key):
+        found = _COMMUNICATORS.get(key)
+        if found is not None and found[0].is_behind(behind):
+            return found[1]
+        sweep()
+        member = _member(name)
+        made = _make(name, member, device)
+        with _LOCK:
+            _COMMUNICATORS[key] = (member, made)
+    return made
+
+
+@contextlib.contextmanager
+def _alone(key: _Key) -> Iterator[None]:
+    """Of the threads of a rank that make a group's first call at once one sets it up, which other ranks meet once."""
+    with _DONE:
+        _DONE.wait_for(lambda: key not in _MAKING)
         if not _FORKS:
             _FORKS.append(os.getpid())
             os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_after_fork)
-        _COMMUNICATORS[key] = (member, made)
-    return made
+        _MAKING.add(key)
+    try:
+        yield
+    finally:
+        with _DONE:
+            _MAKING.discard(key)
+            _DONE.notify_all()
 
 
 def sweep() -> None:
@@ -190,6 +213,7 @@ def release(name: str) -> None:
 def _after_fork() -> None:
     """What was set up here is the parent's: the child has its memory, but is none of the ranks."""
     _LOCK.release()
+    _MAKING.clear()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         for group in _c10d()._world.pg_names:
             _INHERITED.add(group)
