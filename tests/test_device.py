@@ -222,6 +222,16 @@ def test_another_group_of_the_same_name(gpu: FakeGpu, monkeypatch: pytest.Monkey
     run(gpu, body)
 
 
+def test_a_gpu_by_either_name(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`device="cuda"` is the current GPU: what is made for it has the end of the group that tensors there have."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    def body(rank: Rank) -> None:
+        assert groups.of(rank.name, torch.device("cuda")) is groups.of(rank.name, torch.device("cuda", 0))
+
+    run(gpu, body)
+
+
 def test_many_shapes(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept has an end, and a call that was forgotten is made again."""
     monkeypatch.setattr(runtime_op, "MAX_KEPT", 3)

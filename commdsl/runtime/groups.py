@@ -163,6 +163,8 @@ def _known(name: str, behind: object, device: torch.device) -> Communicator:
     found = _COMMUNICATORS.get(key)  # without the lock: every call comes here
     if found is not None and found[0].is_behind(behind):
         return found[1]
+    device = _whole(device)
+    key = (name, device)
     with _alone(key):
         found = _COMMUNICATORS.get(key)
         if found is not None and found[0].is_behind(behind):
@@ -173,6 +175,13 @@ def _known(name: str, behind: object, device: torch.device) -> Communicator:
         with _LOCK:
             _COMMUNICATORS[key] = (member, made)
     return made
+
+
+def _whole(device: torch.device) -> torch.device:
+    """As tensors there say it: "cuda" is the current GPU, which has one end of a group however it is called."""
+    if device.type != "cuda":
+        return torch.device(device.type)
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 @contextlib.contextmanager
