@@ -26,7 +26,7 @@ from commdsl.runtime.bootstrap import Board, ThreadBootstrap  # noqa: E402
 from commdsl.runtime.device import DeviceCommunicator  # noqa: E402
 from commdsl.runtime.errors import BrokenGroupError, CaptureError, DeviceError, GroupError, HeapError  # noqa: E402
 from commdsl.runtime.kept import keep  # noqa: E402
-from commdsl.runtime.lasting import lasting  # noqa: E402
+from commdsl.runtime.lasting import _Pools, lasting  # noqa: E402
 
 RANKS = 2
 
@@ -274,9 +274,10 @@ def test_kernels_that_fill_a_gpu(monkeypatch: pytest.MonkeyPatch, sms: int, is_b
 
 def test_what_is_kept_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is CuPy's memory, as torch's may be of the pool of a graph; where there is none, torch lets go of what it has
-    for nobody.
+    for nobody. Each stream has its own: what is let go of on one is given away behind what runs there.
     """
     memory, asked = (ctypes.c_uint8 * 64)(), list[int]()
+    stream, pools = SimpleNamespace(cuda_stream=0), list[Any]()
 
     class OutOfMemoryError(MemoryError): ...
 
@@ -291,11 +292,15 @@ def test_what_is_kept_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert device == torch.device("cuda", 1)
         return torch.frombuffer((ctypes.c_uint8 * size).from_address(where), dtype=torch.uint8)
 
-    cuda = SimpleNamespace(
-        Device=lambda _: contextlib.nullcontext(), memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError)
-    )
-    pool = SimpleNamespace(malloc=malloc)
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, get_default_memory_pool=lambda: pool))
+    def pool() -> Any:
+        pools.append(SimpleNamespace(malloc=malloc))
+        return pools[-1]
+
+    errors = SimpleNamespace(OutOfMemoryError=OutOfMemoryError)
+    cuda = SimpleNamespace(Device=lambda _: contextlib.nullcontext(), memory=errors, MemoryPool=pool)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(_Pools, "of", {})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asked.append(-1))
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
     given = torch.arange(6, dtype=torch.int64).view(2, 3)
@@ -304,6 +309,9 @@ def test_what_is_kept_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bytes(memory[:48]) == given.numpy().tobytes()
     assert asked == [48, -1, 48]
     assert lasting(given, torch.device("cpu")) is given
+    for stream.cuda_stream, many in ((0, 1), (7, 2), (0, 2)):
+        lasting(given, torch.device("cuda", 1))
+        assert len(pools) == many
 
 
 def test_threads_share_an_op(gpu: FakeGpu) -> None:

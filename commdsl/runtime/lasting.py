@@ -2,6 +2,7 @@
 
 That one may be giving from the pool of a graph: in a capture, and while `torch.compile(mode="reduce-overhead")` makes
 for the first time the calls that it is about to capture. What stays then is refused as a leak, or given away again.
+What is let go of is given away behind the kernels that had it, as torch's is: on the stream that it was made on.
 
 Assumes CuPy where there is a GPU. Does not serve the tensors of a single call, which are to come of the caller's pool,
 nor work in a capture.
@@ -9,13 +10,29 @@ nor work in a capture.
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from typing import Any, ClassVar
 
 import torch
 
 
+class _Pools:
+    """CuPy's memory, by torch's stream: CuPy would take all of it for that of its own current stream."""
+
+    lock: ClassVar[threading.Lock] = threading.Lock()
+    of: ClassVar[dict[int, Any]] = {}
+
+    @classmethod
+    def here(cls, cupy: Any, device: torch.device) -> Any:
+        stream = int(torch.cuda.current_stream(device).cuda_stream)
+        with cls.lock:
+            if stream not in cls.of:
+                cls.of[stream] = cupy.cuda.MemoryPool()
+            return cls.of[stream]
+
+
 class _Bytes:
-    """Of CuPy's own pool, as long as a tensor has them: to give memory back to the driver would end a capture."""
+    """Of a pool of CuPy's, as long as a tensor has them: to give memory back to the driver would end a capture."""
 
     def __init__(self, pointer: Any, nbytes: int) -> None:
         self._pointer = pointer  # kept: the memory is there as long as it is
@@ -39,7 +56,7 @@ def room(nbytes: int, device: torch.device) -> torch.Tensor:
     import cupy  # where there is a GPU
 
     with cupy.cuda.Device(torch.cuda.current_device() if device.index is None else device.index):
-        pool = cupy.get_default_memory_pool()
+        pool = _Pools.here(cupy, device)
         try:
             pointer = pool.malloc(max(nbytes, 1))
         except cupy.cuda.memory.OutOfMemoryError:
