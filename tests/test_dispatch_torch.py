@@ -24,6 +24,7 @@ from commdsl import compiler, dispatch  # noqa: E402 - after the check for torch
 from commdsl.dispatch.route import Way  # noqa: E402 - after the check for torch
 from commdsl.ir.routes import Mask, Sharing  # noqa: E402 - after the check for torch
 from commdsl.planner.chance import Draw, random_plan, varied  # noqa: E402 - after the check for torch
+from commdsl.runtime import lasting  # noqa: E402 - after the check for torch
 from commdsl.runtime.errors import AgreementError, TensorError  # noqa: E402 - after the check for torch
 from commdsl.runtime.lent import Lent  # noqa: E402 - after the check for torch
 from commdsl.runtime.pool import Pool, row_bytes  # noqa: E402 - after the check for torch
@@ -186,6 +187,29 @@ def test_gradients(put: str, num_ranks: int) -> None:
         for rank, got in enumerate(on_ranks(num_ranks, work)):
             mine = slice(3 * rank, 3 * rank + 3)
             assert all(map(torch.equal, got, (*wanted[rank], *gradients[mine], *further[mine])))
+
+
+def test_tables_outlive_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are of what is kept from call to call, also where the first is in inference mode: the next may train."""
+    case, kept, give = one_case(2, 1, stays=0.0), list[int](), lasting.room
+
+    def room(nbytes: int, device: torch.device) -> torch.Tensor:
+        found = give(nbytes, device)
+        kept.append(found.data_ptr())
+        return found
+
+    def work(rank: Rank) -> None:
+        sender, route = rank.sender([case]), rank.route(case)
+        tensors = rank.tensors((route.rows,))
+        with torch.inference_mode():
+            sender.prepare(route, *tensors)
+        there, back = sender.tables(route, Way.ALL, tensors)
+        assert {there.data_ptr(), back.data_ptr()} <= set(kept)
+        call = both_ways(sender, route)
+        same_as_eager(call, call, tensors)
+
+    monkeypatch.setattr(lasting, "room", room)
+    on_ranks(2, work)
 
 
 def test_a_gradient_that_is_not_asked_for() -> None:

@@ -28,6 +28,7 @@ from commdsl.ir.routes import Longs, Mask, Routes, Shards, back
 from commdsl.planner.balance import imbalance
 from commdsl.program.runs import Shipment, Tiling
 from commdsl.program.tiles import RowTable, Tables
+from commdsl.runtime.lasting import words
 
 SPARE = 2
 """A table has room for so many times the words of the plan it began with, so that another plan's fit as well."""
@@ -147,11 +148,11 @@ class _Table:
     hosts: weakref.WeakSet[Host] = field(default_factory=weakref.WeakSet)
 
     def write(self, made: RowTable) -> None:
-        words = torch.from_numpy(made.words.view(np.int32))
+        new = torch.from_numpy(made.words.view(np.int32))
         if self.words.is_cuda:
-            words = words.pin_memory()
+            new = new.pin_memory()
         # By torch, which tells a gradient that the table changed.
-        self.words[: made.words.size].copy_(words, non_blocking=True)
+        self.words[: made.words.size].copy_(new, non_blocking=True)
         self.made = made
 
 
@@ -263,9 +264,7 @@ class Route:
         found = self._tables.get(wanted)
         made = self._admitted(wanted, (host,), found)
         if found is None:
-            room = max(SPARE * made.most_words, LEAST_WORDS)
-            words = torch.empty(room, dtype=torch.int32, device=self.device)
-            found = self._tables[wanted] = _Table(words, made)
+            found = self._tables[wanted] = _Table(words(max(SPARE * made.most_words, LEAST_WORDS), self.device), made)
             found.write(made)
         found.hosts.add(host)
         return found.words

@@ -63,3 +63,10 @@ def room(nbytes: int, device: torch.device) -> torch.Tensor:
             torch.cuda.empty_cache()  # torch has it, and gives it away to nobody else
             pointer = pool.malloc(max(nbytes, 1))
     return torch.as_tensor(_Bytes(pointer, max(nbytes, 1)), device=device)[:nbytes]
+
+
+def words(count: int, device: torch.device) -> torch.Tensor:
+    """So many of int32 there, which calls are given: whatever mode the first is in, others compute gradients."""
+    with torch.inference_mode(mode=False):
+        made = torch.empty(0, dtype=torch.int32, device=device)
+        return made.set_(room(4 * count, device).untyped_storage(), 0, (count,), (1,))
