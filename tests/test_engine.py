@@ -33,7 +33,7 @@ from commdsl.program.plan import Plan  # noqa: E402
 from commdsl.program.sizes import device_launch  # noqa: E402
 from commdsl.program.verify import verify  # noqa: E402
 from commdsl.runtime import engine, groups  # noqa: E402
-from commdsl.runtime.workspace import Meanwhile  # noqa: E402
+from commdsl.runtime.workspace import Meanwhile, Start  # noqa: E402
 
 RANKS = 4
 TILE = 4096
@@ -42,6 +42,9 @@ MOVING = [
 ]
 SIZES = (1, 3 * 4096 + 7, 70_001)
 """Bytes of a block: less than a tile, ragged, many rounds."""
+
+THERE, IN_VAIN = 1, 2
+"""What a word is raised to."""
 
 Arrays = list[np.ndarray]
 
@@ -70,6 +73,11 @@ class Rank:
 
     def call(self, given: np.ndarray) -> torch.Tensor:
         return last_of(self.op(torch.from_numpy(given.copy()), group=self.name))
+
+    def start(self, block: int) -> Start:
+        """What starts calls on such blocks, by halves."""
+        comm = groups.of(self.name, torch.device("cpu"))
+        return comm.prepare(self.op.program(RANKS), block, "uint8", "sum", None, "", 0)
 
     def captured(self, body: Callable[[], Any]) -> list[Command]:
         """What a capture of `body` on a stream of its own takes in."""
@@ -307,18 +315,15 @@ def test_the_end_of_a_call_is_told(gpu: FakeGpu, name: str) -> None:
     want = oracle(case, inputs)
 
     def body(rank: Rank) -> None:
-        found, x = groups.of(rank.name, torch.device("cpu")), torch.from_numpy(inputs[rank.rank].copy())
-        start, out = (
-            found.prepare(rank.op.program(RANKS), block, "uint8", "sum", None, "", 0),
-            torch.empty_like(rank.op(x, group=rank.name)),
-        )
+        x = torch.from_numpy(inputs[rank.rank].copy())
+        start, out = rank.start(block), torch.empty_like(rank.op(x, group=rank.name))
         word = torch.zeros(1, dtype=torch.int64)
         for told in (word.data_ptr(), 0):
             out.zero_()
             end = start.begin([x.data_ptr(), out.data_ptr()], Meanwhile(told=told))
             assert word.item() == 0
             end()
-            assert word.item() == (told != 0)
+            assert word.item() == (THERE if told else 0)
             same(out, want[rank.rank])
             word.zero_()
         rank.check()
@@ -327,15 +332,19 @@ def test_the_end_of_a_call_is_told(gpu: FakeGpu, name: str) -> None:
 
 
 def test_time_out_and_reset(gpu: FakeGpu) -> None:
-    """Whoever waits for a rank that stays away names it and signals no more; a reset brings it back."""
+    """Whoever waits for a rank that stays away names it and signals no more, and says to who waits for the end of the
+    call that it was in vain; a reset brings it back.
+    """
     case = case_of("allgather_direct")
     inputs = inputs_of(case, 9000, 1)
     want = oracle(case, inputs)
 
     def body(rank: Rank) -> None:
-        rank.call(inputs[rank.rank])
+        out = rank.call(inputs[rank.rank])
         if rank.rank != 3:
-            rank.call(inputs[rank.rank])
+            x, word = torch.from_numpy(inputs[rank.rank].copy()), torch.zeros(1, dtype=torch.int64)
+            rank.start(9000).begin([x.data_ptr(), out.data_ptr()], Meanwhile(told=word.data_ptr()))()
+            assert word.item() == IN_VAIN
             with pytest.raises(commdsl.CommTimeout, match=r"for rank 3 at .*allgather_direct.*rank 3 never entered"):
                 rank.check()
         groups.of(rank.name, torch.device("cpu")).reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -53,6 +54,9 @@ COPIES = {
 
 WORKERS = range(1, 6)
 FACTORS = 2
+IN_VAIN = 2
+"""A word, where a peer did not come in time."""
+
 SCALES = (4.0, 0.125)
 
 
@@ -105,13 +109,16 @@ class Case:
         """Two calls of one kernel. Workers are so many that tiles are cut, where they can be; of them as many are there
         at once as is drawn.
         """
-        cutting = [workers for workers in WORKERS if any(cut_tiles(self.product, self.tiling, workers))]
-        sms = self.tiling.blocks * self.dice.choice(cutting or WORKERS)
-        turns = None if self.is_alone else self.turns
-        kernel = Matmul(self.product, self.tiling, sms, 0, turns, is_stamped=self.product.gated)
+        kernel = self.kernel()
         for _ in range(2):
             hopper.seed, hopper.resident = self.dice.randrange(1 << 60), self.dice.choice((1, 2, 8))
             Tensors(self).call(hopper, kernel)
+
+    def kernel(self) -> Matmul:
+        cutting = [workers for workers in WORKERS if any(cut_tiles(self.product, self.tiling, workers))]
+        sms = self.tiling.blocks * self.dice.choice(cutting or WORKERS)
+        turns = None if self.is_alone else self.turns
+        return Matmul(self.product, self.tiling, sms, 0, turns, is_stamped=self.product.gated)
 
 
 class Tensors:
@@ -140,9 +147,12 @@ class Tensors:
         drawn = torch.randint(-2, 3, (count, rows, columns), generator=self._numbers).to(dtype)
         return drawn if deep else drawn.transpose(1, 2).contiguous().transpose(1, 2)
 
-    def call(self, hopper: FakeHopper, kernel: Matmul) -> None:
-        product, turns = self.case.product, self.case.turns
-        moves = [*self._coming(), *self._going()]
+    def launch(self, hopper: FakeHopper, kernel: Matmul, *, in_vain: bool = False) -> torch.Tensor:
+        """The stamps, where it writes any. `in_vain`: peers that are pushed to do not come in time."""
+        product = self.case.product
+        there = [turn.push.there for turn in self.case.turns if in_vain and turn.push.there >= 0]
+        self.words[there] = IN_VAIN
+        moves = [one for one in (*self._coming(), *self._going()) if one.raised not in map(self._word, there)]
         for one in moves:
             if not one.word and not one.raised:  # no word tells of it: it is there
                 one.dest.copy_(one.source)
@@ -157,15 +167,19 @@ class Tensors:
         w, sums, kept = (Matrices.of(one) for one in (self.w, self.added, self.kept))
         rows, made = ([Matrices.of(one) for one in both] for both in (self.rows, self.made))
         kernel(kernel.prepare(rows, w, made, sums, beside, kept, [Matrices.of(one) for one in self.pushed]))
+        return stamps
+
+    def call(self, hopper: FakeHopper, kernel: Matmul) -> None:
+        product, turns, stamps = self.case.product, self.case.turns, self.launch(hopper, kernel)
         kept_now = nothing(self.x)
         for number, turn in enumerate(turns):
-            for one in self._made(turn):
-                torch.testing.assert_close(one, self._wanted(turn), **self._tolerance())
+            for one in self.made_of(turn):
+                torch.testing.assert_close(one, self.wanted(turn), **self._tolerance())
             if turn.copied >= 0:
                 kept_now[turn.copied] = self.x[turn.sources[0].rows[1]]
             if turn.stored >= 0:
-                assert torch.equal(self.sent[number], next(self._made(turn)))
-        places = sum(len([*self._made(turn)]) for turn in turns)
+                assert torch.equal(self.sent[number], next(self.made_of(turn)))
+        places = sum(len([*self.made_of(turn)]) for turn in turns)
         written = [one for one in (*self.made, *self.pushed) for one in one if not one.isnan().all()]
         assert len(written) == places, "nothing is stored anywhere else"
         assert self.found.isnan().all(), "what is pushed waits until peers are ready"
@@ -187,7 +201,7 @@ class Tensors:
                 before = self.pushed[turn.push.first][turn.push.at]
                 yield Move(before, self.found[turn.push.at], raised=self._word(turn.push.there))
 
-    def _made(self, turn: Turn) -> Iterator[torch.Tensor]:
+    def made_of(self, turn: Turn) -> Iterator[torch.Tensor]:
         """Wherever a turn's result goes: here, and where it is pushed to."""
         if turn.result != ELSEWHERE:
             tensor, matrix = turn.result
@@ -200,12 +214,12 @@ class Tensors:
         least = stores(self.case.product, self.case.tiling)
         for number, turn in enumerate(self.case.turns):
             if turn.stored >= 0:
-                yield Move([*self._made(turn)][-1], self.sent[number], self._word(turn.stored), least)
+                yield Move([*self.made_of(turn)][-1], self.sent[number], self._word(turn.stored), least)
 
     def _word(self, number: int) -> int:
         return self.words.data_ptr() + 8 * number if number >= 0 else 0
 
-    def _wanted(self, turn: Turn) -> torch.Tensor:
+    def wanted(self, turn: Turn) -> torch.Tensor:
         product = self.case.product
         products = [self.x[one.rows[1]].double() @ self.w[one.factor].double().t() for one in turn.sources]
         total = torch.stack(products).sum(0) * (SCALES[0] * SCALES[1] if product.dtype == FLOAT8 else 1)
@@ -243,6 +257,19 @@ def hopper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHopper]:
 def test_products_are_those_of_float64(hopper: FakeHopper, form: str, turns: Callable[..., int]) -> None:
     """Whatever comes when, in whatever order warps go on, and however few clusters there are at once."""
     run_cases(hopper, form, turns(24))
+
+
+@pytest.mark.parametrize("form", [form for form, (product, _) in FORMS.items() if product.pushed])
+def test_nothing_is_pushed_to_peers_that_were_waited_for_in_vain(hopper: FakeHopper, form: str) -> None:
+    """They may be reading there what came before; what a rank has for itself is made, and counted, all the same."""
+    cases = (Case(form, seed) for seed in itertools.count())
+    case = next(case for case in cases if any(turn.push.there >= 0 for turn in case.turns))
+    tensors = Tensors(case)
+    tensors.launch(hopper, case.kernel(), in_vain=True)
+    for turn in case.turns:
+        own, pushed = int(turn.result != ELSEWHERE), [*tensors.made_of(turn)]
+        assert all(torch.equal(one, tensors.wanted(turn)) for one in pushed[:own])
+        assert turn.push.there < 0 or all(one.isnan().all() for one in pushed[own:])
 
 
 @pytest.mark.sweep
@@ -307,8 +334,8 @@ FAULTS = {
         "not equal",
     ),
     "peers are pushed to before they are ready": (
-        "await_word(this->word(push.there), 1, this->args.timeout_ns);",
-        "",
+        "await_word(this->word(push.there), kThere, this->args.timeout_ns);",
+        "kThere;",
         "pushed, 256 rows",
         "waits until peers are ready",
     ),

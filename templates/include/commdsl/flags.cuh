@@ -65,7 +65,8 @@ COMMDSL_FN bool pass_flags(const ArgsOf<Plan>& args, const Turn& turn, u64* stat
 }
 
 // A turn; the last kernel of a call holds the peers to it. A rank that gave up raises nothing more for them: the third word of its
-// state says so until the heap is zeroed. Who waits for the turn on this rank is told all the same: the host hears of the failure.
+// state says so until the heap is zeroed. Who waits for the turn on this rank is told that it was in vain: the host hears of the failure,
+// and nothing is put to peers that have not said that it may be.
 template <class Plan>
 COMMDSL_FN void run_flags(const ArgsOf<Plan>& args, const Turn& turn) {
   u64* state = reinterpret_cast<u64*>(args.heap[rank_of<Plan>(args)] + state_offset<Plan>(0));
@@ -76,7 +77,7 @@ COMMDSL_FN void run_flags(const ArgsOf<Plan>& args, const Turn& turn) {
   goes_on = goes_on && pass_flags<Plan>(args, turn, state, before);
   block_barrier();  // every thread has read the state
   if (goes_on && turn.begins) stamps.ready();
-  if (turn.told && thread() == 0) store_release_own(reinterpret_cast<u64*>(turn.told), 1);
+  if (turn.told && thread() == 0) store_release_own(reinterpret_cast<u64*>(turn.told), goes_on ? kThere : kInVain);
   if (goes_on && turn.advances) goes_on = !block_any(thread() < kWarp && !Plan::agree(args, load_relaxed(own_desk(args, kDeskTelling))));
   if (thread() == 0 && !goes_on) store_relaxed(&state[2], 1);
   if (!goes_on || !turn.advances) return;

@@ -15,7 +15,8 @@ struct Pushing {};
 template <>
 struct Pushing<true> {
   MatmulPush pushing;
-  i32 ready = -1;  // words say so in the order of turns
+  i32 ready = -1;  // words say so in the order of turns; kNever: one was waited for in vain
+  static constexpr i32 kNever = 0x7fffffff;
 };
 #endif
 
@@ -126,14 +127,15 @@ struct Storer : TileSums<Shape>, Pushing<Shape::kPushes> {
   }
 
 #ifdef COMMDSL_PUSHED
-  // To peers, when they are ready.
+  // To peers, when they are ready. Nothing more where one of them did not come in time: it may be reading there what came before.
   COMMDSL_FN void push(u32 column, u32 row, u32 from) {
     const MatmulPush& push = this->pushing;
     if (push.there > this->ready) {
-      await_word(this->word(push.there), 1, this->args.timeout_ns);
+      const u64 found = await_word(this->word(push.there), kThere, this->args.timeout_ns);
       fence_proxies_of_global();
-      this->ready = push.there;
+      this->ready = found == kInVain ? this->kNever : push.there;
     }
+    if (this->ready == this->kNever) return;
     for (u32 at = push.first; at < u32{push.first} + push.count; ++at) tensor_store(this->args.pushed[at], column, row, push.at, from);
   }
 #endif

@@ -173,11 +173,13 @@ struct MatmulShared {
 
 // What moves beside ends in time or says so: what has not come a while after that is a fault of ours, and the launch fails rather than
 // hang or go on without it.
-COMMDSL_FN void await_word(const u64* word, u64 least, u64 timeout_ns) {
+COMMDSL_FN u64 await_word(const u64* word, u64 least, u64 timeout_ns) {
   const u64 since = now_ns();
-  while (load_acquire(word) < least) {
+  u64 found;
+  while ((found = load_acquire(word)) < least) {
     if (now_ns() - since > timeout_ns) __trap();
   }
+  return found;
 }
 
 template <class Shape>

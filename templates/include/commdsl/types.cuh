@@ -62,8 +62,9 @@ struct Turn {
   i32 entered;   // rounds of the call that the rank has begun
   i32 advances;  // 1: the last kernel of the call, which counts its rounds
   i32 begins;    // 1: the first, which tells the peers of the call
-  u64 told;      // a word to raise when what was waited for is there; 0: none
+  u64 told;      // a word to raise when what was waited for is there, or will not be; 0: none
 };
+constexpr u64 kThere = 1, kInVain = 2;  // what it is raised to
 
 // --- rows on their way to places that a table names -----------------------------------------------------------------------
 
