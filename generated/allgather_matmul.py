@@ -8,24 +8,26 @@ from typing import Any
 
 SOURCE = {  # the text that was proved, and what it uses
     'allgather_matmul.comm': """\
-# All-gather, then matmul: every rank's rows times this rank's weights, each piece of C as soon as it is there, own rows first.
+# All-gather, then matmul: every rank's rows times this rank's weights, each piece of C as soon as it is there, own rows first; with a
+# bias (B = 1), and then GELU (A = 1) or SwiGLU (A = 2), which takes weights of twice the columns.
 # P - 1 hops, (P - 1) n bytes per port, all of it beside the products but for the last piece's.
-schedule allgather_matmul(C = 1) for P ranks where P >= 2 and C >= 1 {
+schedule allgather_matmul(C = 1, B = 0, A = 0) for P ranks where P >= 2 and C >= 1 {
   input x[C blocks]                            # this rank's rows, in C pieces
   input w                                      # this rank's weights, a row for each column of c
+  input b where B == 1                         # and a bias
   scratch a[P blocks, C blocks]                # rows of the others
   output c[P blocks, C blocks]
   ensure each r, q, i in 0 ..< C { c[q, i] == x[i] @ q }
 
   for i in 0 ..< C {
-    each r { compute matmul(x[i], w -> c[r, i]) }
+    each r { compute matmul(x[i], w -> c[r, i]) with bias b where B == 1, gelu where A == 1, swiglu where A == 2 }
   }
   for s in 1 ..< P {
     for i in 0 ..< C {
       each r { put x[i] -> a[r, i] @ (r + s) % P }
       each r {
         let q = (r - s) % P
-        compute matmul(a[q, i], w -> c[q, i])
+        compute matmul(a[q, i], w -> c[q, i]) with bias b where B == 1, gelu where A == 1, swiglu where A == 2
       }
     }
   }

@@ -9,9 +9,10 @@ from typing import Any
 SOURCE = {  # the text that was proved, and what it uses
     'allgather_matmul_rows.comm': """\
 # As allgather_matmul, and the rows of all ranks are a result, too: a gradient of the weights is made of them. A product copies what it reads.
-schedule allgather_matmul_rows(C = 1) for P ranks where P >= 2 and C >= 1 {
+schedule allgather_matmul_rows(C = 1, B = 0) for P ranks where P >= 2 and C >= 1 {
   input x[C blocks]                            # this rank's rows, in C pieces
   input w                                      # this rank's weights, a row for each column of c
+  input b where B == 1                         # and a bias
   scratch a[P blocks, C blocks]                # rows of the others
   output c[P blocks, C blocks]
   output g[P blocks, C blocks]                 # the rows of all ranks
@@ -19,7 +20,7 @@ schedule allgather_matmul_rows(C = 1) for P ranks where P >= 2 and C >= 1 {
   ensure allgather(x -> g)
 
   for i in 0 ..< C {
-    each r { compute matmul(x[i], w -> c[r, i]) }
+    each r { compute matmul(x[i], w -> c[r, i]) with bias b where B == 1 }
     each r { put x[i] -> g[r, i] }
   }
   for s in 1 ..< P {
@@ -27,7 +28,7 @@ schedule allgather_matmul_rows(C = 1) for P ranks where P >= 2 and C >= 1 {
       each r { put x[i] -> a[r, i] @ (r + s) % P }
       each r {
         let q = (r - s) % P
-        compute matmul(a[q, i], w -> c[q, i])
+        compute matmul(a[q, i], w -> c[q, i]) with bias b where B == 1
       }
       each r { put a[(r - s) % P, i] -> g[(r - s) % P, i] }
     }

@@ -11,9 +11,10 @@ SOURCE = {  # the text that was proved, and what it uses
 # Matmul, then all-reduce, in C pieces of each rank's rows: what this rank makes for others leaves as soon as it is there; its own rows of a
 # piece are multiplied D pieces later, when what the others made of them has come, and are added up; the sums leave at once.
 # 2 (P - 1) hops, 2 (P - 1) n bytes per port, all of it beside the products but for the last piece's.
-schedule matmul_allreduce(C = 1, D = 2) for P ranks where P >= 2 and C >= 1 and D >= 1 {
+schedule matmul_allreduce(C = 1, D = 2, B = 0) for P ranks where P >= 2 and C >= 1 and D >= 1 {
   input x[P blocks, C blocks]                  # all rows, this rank's columns
   input w                                      # this rank's weights, a row for each column of y
+  input b where B == 1                         # a bias, which is in every sum once
   scratch c[P blocks, C blocks]                # products for the others
   scratch s[P - 1 blocks, C blocks]            # products of the others
   output y[P blocks, C blocks]
@@ -30,7 +31,7 @@ schedule matmul_allreduce(C = 1, D = 2) for P ranks where P >= 2 and C >= 1 and 
       }
     }
     if i >= D and i - D < C {
-      each r { compute matmul(x[r, i - D], w -> y[r, i - D]) }
+      each r { compute matmul(x[r, i - D], w -> y[r, i - D]) with bias b where B == 1 }
       for d in 1 ..< P {
         each r { reduce s[d - 1, i - D] -> y[r, i - D] }
       }

@@ -11,9 +11,10 @@ SOURCE = {  # the text that was proved, and what it uses
 # Matmul, then all-to-all: every rank has all weights for some rows, and gets some columns of all rows, as heads of a whole sequence are.
 # The columns of others leave as soon as they are there, in C pieces of the rows; its own come last. P - 1 hops, (P - 1) n bytes per port,
 # all of it beside the products; what came is copied to the result behind them, as that takes the SMs that products need.
-schedule matmul_alltoall(C = 1) for P ranks where P >= 2 and C >= 1 {
+schedule matmul_alltoall(C = 1, B = 0) for P ranks where P >= 2 and C >= 1 {
   input x[C blocks]                            # this rank's rows, in C pieces
   input w[P blocks]                            # all weights, a block for the columns of each rank
+  input b[P blocks] where B == 1               # and a bias
   scratch c[P blocks, C blocks]                # products for the others
   scratch s[P blocks, C blocks]                # products of the others
   output y[P blocks, C blocks]                 # all rows, this rank's columns
@@ -23,13 +24,13 @@ schedule matmul_alltoall(C = 1) for P ranks where P >= 2 and C >= 1 {
     for i in 0 ..< C {
       each r {
         let q = (r + d) % P
-        compute matmul(x[i], w[q] -> c[q, i])
+        compute matmul(x[i], w[q] -> c[q, i]) with bias b[q] where B == 1
       }
       each r { put c[(r + d) % P, i] -> s[r, i] @ (r + d) % P }
     }
   }
   for i in 0 ..< C {
-    each r { compute matmul(x[i], w[r] -> y[r, i]) }
+    each r { compute matmul(x[i], w[r] -> y[r, i]) with bias b[r] where B == 1 }
   }
   for d in 1 ..< P {
     for i in 0 ..< C {

@@ -27,6 +27,7 @@ from thread_ranks import in_group  # noqa: E402
 import commdsl  # noqa: E402
 from commdsl import overlap  # noqa: E402
 from commdsl.build.matmul import ELSEWHERE  # noqa: E402
+from commdsl.ir.functions import PLAIN  # noqa: E402
 from commdsl.overlap import programs  # noqa: E402
 from commdsl.overlap.auto import OPERATORS, Product  # noqa: E402
 from commdsl.planner.tuning.selection import Choice  # noqa: E402
@@ -35,7 +36,7 @@ from commdsl.runtime.again import Again  # noqa: E402
 from commdsl.runtime.communicator import Communicator  # noqa: E402
 from commdsl.runtime.driver import play  # noqa: E402
 from commdsl.runtime.errors import BrokenGroupError  # noqa: E402
-from commdsl.runtime.products import Multiplying, Summing, multiply  # noqa: E402
+from commdsl.runtime.products import Finishing, Multiplying, multiply  # noqa: E402
 from commdsl.runtime.stream_order import MARKED_CALLS  # noqa: E402
 
 RANKS, PIECES = 2, 2
@@ -99,12 +100,13 @@ class Products(fused.Fused):
 
     def _make(self, number: int, held: Mapping[Any, Any], pushed: list[Any]) -> None:
         turn, products = self._turns[number], fused._summed(self._products)[number]
-        make = Summing(()) if len(products) > 1 else multiply
-        for one in products:
+        steps = [one.step for one in products]
+        make = Finishing(steps, ()) if len(steps) > 1 or steps[0].epilogue != PLAIN else multiply
+        for at, one in enumerate(products):
             out = [held[kept] for kept in one.writes]
             if turn.result == ELSEWHERE:
                 out[0] = torch.empty_like(out[0])
-            make(number, *(held[kept] for kept in one.reads), out=tuple(out) if len(out) > 1 else out[0])
+            make(at, *(held[kept] for kept in one.reads), out=tuple(out) if len(out) > 1 else out[0])
         for place in pushed[turn.push.first :][: turn.push.count]:
             ctypes.memmove(place.address + turn.push.at * place.step, out[0].data_ptr(), out[0].nbytes)
 

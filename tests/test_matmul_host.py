@@ -21,7 +21,7 @@ from commdsl.runtime.matmul import Addresses, Matmul, Matrices  # noqa: E402
 
 P = Product
 FORMS = {
-    "sums of products": (P(0, 0, 0, turns=2, sources=3), Tiling(64, 1, 4)),
+    "sums of products": (P(0, 0, 0, bias=True, turns=2, sources=3), Tiling(64, 1, 4)),
     "clusters of rows": (P(0, 0, 0, bias=True, gelu=True, residual=True, turns=2), Tiling(80, 2, 4)),
     "stored late": (P(0, 0, 0, residual=True, turns=2), Tiling(256, 2, 4)),
     "clusters of the depth": (P(0, 0, 0, residual=True, turns=2, sources=2), Tiling(96, 1, split=3)),
@@ -31,7 +31,7 @@ FORMS = {
     "by columns, to float32": (P(0, 0, 0, "float16", "float32", a_deep=False, b_deep=False), Tiling(128, 1, 2)),
     "pushed, stored late": (P(0, 0, 0, residual=True, pushed=3, turns=3), Tiling(256, 2, 4)),
     "pushed, clusters of the depth": (P(0, 0, 0, residual=True, pushed=4, turns=3), Tiling(96, 1, split=4)),
-    "pushed, 256 rows": (P(0, 0, 0, pushed=2, turns=2), Tiling(160, 1, 2, rows=256)),
+    "pushed, 256 rows": (P(0, 0, 0, bias=True, residual=True, pushed=2, turns=2), Tiling(160, 1, 2, rows=256)),
     "copies, stored late": (P(0, 0, 0, copies=True, turns=3), Tiling(256, 2, 4)),
     "copies, clusters of the depth": (P(0, 0, 0, b_deep=False, copies=True, turns=2), Tiling(128, 1, split=2)),
 }
@@ -48,15 +48,15 @@ COPIES = {
     "copies, 256 rows": (P(0, 0, 0, copies=True, turns=2), Tiling(160, 1, 2, rows=256)),
     "copies, float8": (P(0, 0, 0, FLOAT8, copies=True, turns=2), Tiling(96, 2, 2)),
     "copies, to float32": (P(0, 0, 0, "float16", "float32", copies=True, turns=2), Tiling(192, 1)),
-    "copies, with time stamps": (P(0, 0, 0, gated=True, copies=True, turns=2), Tiling(128, 2, 2)),
+    "copies, with time stamps": (P(0, 0, 0, bias=True, gated=True, copies=True, turns=2), Tiling(128, 2, 2)),
 }
 """More ways to keep the rows."""
 
 WORKERS = range(1, 6)
 FACTORS = 2
+BIASES = 3
 IN_VAIN = 2
 """A word, where a peer did not come in time."""
-
 SCALES = (4.0, 0.125)
 
 
@@ -80,13 +80,14 @@ class Case:
     def _turn(self, number: int) -> Turn:
         """Rows that come are of one tensor, those that are there of another."""
         if self.is_alone:  # as the kernel has it
-            return Turn(count=int(self.product.residual))
+            return Turn(count=int(self.product.residual), bias=self.product.bias - 1)
         sources = tuple(self._source(number * self.product.sources + at) for at in range(self.product.sources))
         count = self.dice.randrange(3) if self.product.residual else 0
         copied = self.dice.choice((-1, self.product.turns - 1 - number)) if self.product.copies else -1
         push = self._push(number) if self.product.pushed else Push()
         result = ELSEWHERE if push.count and self.dice.randrange(2) else (self.dice.randrange(2), number)
-        return Turn(sources, result, 2 * number, count, self._word(), number, copied, push)
+        bias = self.dice.randrange(-1, BIASES) if self.product.bias else -1
+        return Turn(sources, result, 2 * number, count, self._word(), number, copied, push, bias)
 
     def _push(self, turn: int) -> Push:
         """To as many places as are drawn, in each to a matrix of the turn's own."""
@@ -132,7 +133,7 @@ class Tensors:
         self.x = self._whole(product.turns * product.sources, product.rows, depth, dtype, deep=product.a_deep)
         self.w = self._whole(FACTORS, columns, depth, dtype, deep=product.b_deep)
         self.sums = self._whole(2 * product.turns, product.rows, product.columns, self.result)
-        self.bias = self._whole(1, 1, columns, self.result)
+        self.bias = self._whole(1, BIASES, columns, self.result)[0]
         self.scales = [torch.tensor(one) for one in SCALES]
         self.words = torch.zeros(case.words, dtype=torch.int64)
         self.rows, self.added = [nothing(self.x), nothing(self.x)], nothing(self.sums)
@@ -223,7 +224,7 @@ class Tensors:
         product = self.case.product
         products = [self.x[one.rows[1]].double() @ self.w[one.factor].double().t() for one in turn.sources]
         total = torch.stack(products).sum(0) * (SCALES[0] * SCALES[1] if product.dtype == FLOAT8 else 1)
-        total = total + (self.bias[0].double() if product.bias else 0)
+        total = total + (self.bias[turn.bias].double() if turn.bias >= 0 else 0)
         if product.gated:
             gate, up = total.chunk(2, dim=1)
             total = torch.nn.functional.silu(gate) * up

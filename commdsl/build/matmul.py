@@ -1,7 +1,6 @@
 """Turns a product of matrices into the text of its kernel, the table of who makes what, and the packed argument.
 
-Assumes Hopper's tensor cores. Does not launch (`runtime.matmul` does), and does not choose: a `Tiling` says how
-(`build.tilings`).
+Assumes Hopper's tensor cores. Does not launch (`runtime.matmul`), nor choose: a `Tiling` says how (`build.tilings`).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ HELD = {1: 132, 2: 66, 3: 38, 4: 28}
 _LINE, _PANEL, _MARKS = 128, 64 * 128, 256 + 4 * 48
 _SHARED = 227 * 1024
 _PIECE = np.dtype([("tile", "<u2", 2), ("depth", "<u2", 2), ("slot", "<i4"), ("parts", "<i2"), ("turn", "<u2")])
-_TAKEN, _NO_TURN = 2, 0xFFFF
+_TAKEN, _NO_TURN, _BIAS = 2, 0xFFFF, 0x100
 _SOURCE = struct.Struct("<3Hh")
 _TURN = struct.Struct("<5H3h")
 _PUSH = struct.Struct("<3Hh")
@@ -343,8 +342,8 @@ ELSEWHERE = (0xFFFF, 0)
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One of the products of a launch, or a sum of several; `result` as rows are, or ELSEWHERE. `count` matrices of the
-    sums, from `first` on, are added. Words of the call, -1 for none: the one that says that they are there, and the one
-    in which stored tiles are counted, `stores` in all. `copied`: the matrix that the rows are copied to, -1 for none.
+    sums, from `first` on, are added. Words of the call: the one that says that they are there, and the one in which
+    stored tiles are counted, `stores` in all. `copied`: the matrix for the rows; `bias`: the row of it. -1: none.
     """
 
     sources: tuple[Source, ...] = (Source(),)
@@ -355,6 +354,7 @@ class Turn:
     stored: int = -1
     copied: int = -1
     push: Push = Push()
+    bias: int = -1
 
 
 def packed_pushes(turns: Sequence[Turn]) -> bytes:
@@ -367,8 +367,10 @@ def packed_turns(turns: Sequence[Turn]) -> tuple[bytes, bytes]:
     sources = [source for turn in turns for source in turn.sources]
     firsts = accumulate((len(turn.sources) for turn in turns), initial=0)
     return b"".join(
-        _TURN.pack(first, *turn.result, turn.first, turn.count, turn.sums_there, turn.stored, turn.copied)
-        for first, turn in zip(firsts, turns, strict=False)
+        _TURN.pack(
+            at, *one.result, one.first, one.count + (one.bias + 1) * _BIAS, one.sums_there, one.stored, one.copied
+        )
+        for at, one in zip(firsts, turns, strict=False)
     ), b"".join(_SOURCE.pack(*one.rows, one.factor, one.there) for one in sources)
 
 

@@ -8,7 +8,7 @@ message. A new law is a function and a line here. Does not raise.
     cycles, topology, roles, engine, settings   what the machine has
     bounds, inputs, overlap, undefined, size_classes, lengths, classes   what a step may touch
     casts, operations   in which element type it travels, and how it is combined
-    promises, conservation, factors, rotations, returns, places, determinism   what is promised, and kept
+    promises, conservation, factors, epilogues, rotations, returns, places, determinism   what is promised, and kept
     useless, untouched   what is in vain
     plans, routes   a plan of documents and where its rows go
     built, tasks   what no kernel runs
@@ -28,6 +28,7 @@ from commdsl.checks.classes import mixed_types, own_units, unknown_units
 from commdsl.checks.conservation import broken_contracts
 from commdsl.checks.cycles import broken_cycles
 from commdsl.checks.engine import combining_engine
+from commdsl.checks.epilogues import unfinished_results
 from commdsl.checks.factors import unsaid_factors, wrong_pairs
 from commdsl.checks.inputs import writes_to_input
 from commdsl.checks.lengths import unknown_lengths
@@ -91,7 +92,7 @@ RULES: tuple[tuple[Rule, ...], ...] = (
     (out_of_bounds,),
     (*OF_A_STEP, undefined_reads, idle_landing, idle_matmul),
     (unequal_sizes, mixed_types, own_units, unknown_units),
-    (broken_contracts, broken_rotations, unknown_lengths),
+    (broken_contracts, broken_rotations, unknown_lengths, unfinished_results),
     (mixed_casts, mixed_operations, parting_tile),
     (unsaid_roundings, unsaid_factors, wrong_pairs, other_operations),
     (broken_returns,),

@@ -17,6 +17,7 @@ from commdsl.checks.casts import Mask, left, rounded
 from commdsl.checks.contributions import mix
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedTask
 from commdsl.checks.operations import HOW
+from commdsl.ir.functions import ACTIVATIONS
 from commdsl.ir.schedules import Contract
 
 Hashes = NDArray[np.uint64]
@@ -27,6 +28,8 @@ UNROUNDED = np.uint64(0x5851F42D4C957F2D)
 
 CAST = np.uint64(0x2545F4914F6CDD1D)
 """Sets what was rounded to another element type on its way apart from what was not."""
+
+ENDS = (None, *ACTIVATIONS)
 
 PRODUCT = np.uint64(0x9E6C63D0876A9A75)
 """Sets rows that were multiplied apart from those that were not."""
@@ -121,7 +124,9 @@ def _expression(located: Located, moves: LocatedMoves, hashes: Hashes, is_cast: 
 def _computed(moves: LocatedMoves, rows: Hashes, hashes: Hashes) -> Hashes:
     """What a product or a row-wise function makes of rows; what the caller gives to the function is not looked at."""
     if moves.factors is not None:
-        return mix(mix(rows ^ PRODUCT) + hashes[moves.factors])
+        made = mix(mix(rows ^ PRODUCT) + hashes[moves.factors])
+        ends = mix(made + np.uint64(ENDS.index(moves.moves.epilogue.activation)))
+        return ends if moves.biases is None else mix(ends + hashes[moves.biases])
     if moves.moves.applied is not None:
         return mix(rows ^ NORMED ^ np.uint64(moves.moves.applied.result))
     return rows

@@ -31,6 +31,7 @@ class LocatedMoves:
     dest: Locations  # (n,)
     sources: Locations  # (n, k)
     factors: Locations | None = None  # (n,), of products
+    biases: Locations | None = None  # (n,), where they have some
 
     @property
     def contributing(self) -> Locations:
@@ -112,7 +113,12 @@ class Located:
         dest = self.locate(moves.dest_buffer, moves.dest_rank, moves.dest_chunk)
         if moves.factor is None or moves.factor_chunk is None:
             return LocatedMoves(moves, dest, sources)
-        return LocatedMoves(moves, dest, sources, self.locate(moves.factor, moves.actor, moves.factor_chunk))
+        factors, bias = self.locate(moves.factor, moves.actor, moves.factor_chunk), moves.epilogue.bias
+        if bias is None:
+            return LocatedMoves(moves, dest, sources, factors)
+        chunk = moves.factor_chunk * (self.schedule.buffers[bias].num_chunks > 1)  # one row is that of all
+        biases = self.locate(bias, moves.actor, chunk)
+        return LocatedMoves(moves, dest, sources, factors, biases)
 
     def locate(self, buffer: int, rank: NDArray[np.integer], chunk: NDArray[np.integer]) -> Locations:
         return place(self.first_chunk, buffer, rank, chunk)

@@ -58,6 +58,7 @@ def unit_lines(plan: Plan) -> Iterator[str]:
     units = {kept.name: kept.unit for kept in kept_by(plan)}
     for name, unit in units.items() if len({*units.values()}) > 1 else ():
         long = f"as long as those of {unit.size}" if unit.factor is None else f"of {unit.size} times {unit.factor}"
+        long += ", half as wide" if unit.is_gated else ""
         yield f"{name}: blocks {long}, {unit.element or f'of the type of {unit.typed}'}"
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from commdsl.ir.dispatches import ByKey, ByTable, Dispatch, RowTensor, Sort
 from commdsl.ir.schedules import AnyStep, Buffer, Contract, Rotation, Schedule, Statement, Step, Task, Yield
+from commdsl.ir.words import step_words
 from commdsl.language.source import Source, Span
 from commdsl.language.syntax import File, Node
 
@@ -120,10 +121,10 @@ def step_lines(schedule: Schedule, number: int, step: AnyStep) -> list[str]:
     bindings = "".join(f" {name}={value}" for name, value in step.bindings)
     match step:
         case Yield():
-            return [f"{schedule.words(step)}{bindings}"]
+            return [f"{step_words(schedule, step)}{bindings}"]
         case Task(tiles=tiles, role=role):
             cut = f" tiles {' x '.join(map(str, tiles))}" if tiles else ""
-            return [f"{schedule.words(step)}{cut}{f' on {role}' if role else ''}{bindings}"]
+            return [f"{step_words(schedule, step)}{cut}{f' on {role}' if role else ''}{bindings}"]
         case Step():
             pass
         case _:
@@ -132,7 +133,9 @@ def step_lines(schedule: Schedule, number: int, step: AnyStep) -> list[str]:
     for moves in step.moves:
         how = f" by {moves.operation}" if moves.operation else ""
         how += "" if moves.cast is None else f" as {moves.cast.words}"
-        lines.append(f"  {moves.kind.value}{' list' if moves.is_list else ''}{how}  # {moves.span}")
+        lines.append(
+            f"  {moves.kind.value}{' list' if moves.is_list else ''}{how}{moves.epilogue.words}  # {moves.span}"
+        )
         lines += [f"    {row}" for row in move_lines(schedule, moves)]
     return lines
 

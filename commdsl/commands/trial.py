@@ -25,7 +25,7 @@ from commdsl.compiler import CompiledSchedule
 from commdsl.cost.profile import Profile
 from commdsl.ir import interpret
 from commdsl.ir.classes import joining, types
-from commdsl.ir.functions import ROWWISE, Extent
+from commdsl.ir.functions import GATED, ROWWISE, Extent
 from commdsl.ir.lengths import block_lengths, num_entries
 from commdsl.ir.products import stopping
 from commdsl.ir.schedules import Contract, Schedule, Yield
@@ -226,8 +226,14 @@ def make_inputs(schedule: Schedule, of: Mapping[str, DType], elements: int) -> d
         for number, extent in zip(applied.given, ROWWISE[applied.function].given, strict=True):
             name = schedule.buffers[number].name
             inputs[name] = [_of_rows(values, extent) for values in inputs[name]]
+    halves = 2 if any(one.activation == GATED for one in schedule.epilogues) else 1
     for factor in {schedule.buffers[factor].name for _, factor, _ in schedule.products}:
-        inputs[factor] = [values.reshape(-1, elements // isqrt(elements)) for values in inputs[factor]]
+        matrices = [values.reshape(-1, elements // isqrt(elements)) for values in inputs[factor]]
+        inputs[factor] = [one[: len(one) // halves * halves] for one in matrices]
+    for bias in {one.bias for one in schedule.epilogues if one.bias is not None}:
+        row, multiplied = schedule.buffers[bias], schedule.buffers[schedule.products[0][1]]
+        rows = inputs[multiplied.name][0].shape[0] // multiplied.blocks
+        inputs[row.name] = [values[: row.blocks * rows] for values in inputs[row.name]]
     return inputs
 
 

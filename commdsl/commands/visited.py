@@ -53,8 +53,10 @@ class Visited:
         if step.is_product:
             dtype = self._types[step.writes[0]]
             rows, factor = (self._as(dtype, *pair) for pair in zip(step.reads[:2], given[:2], strict=True))
-            made_of = interpret.multiply(rows, factor, isqrt(self._elements), dtype)
-            return [interpret.combine([made_of, *given[2:]], dtype, "sum"), *given[: len(step.writes) - 1]]
+            bias = None if step.epilogue.bias is None else given[-1]
+            operands = [*given[step.sums], rows]
+            made_of = interpret.product(step.epilogue, operands, factor, bias, isqrt(self._elements), dtype)
+            return [made_of, *given[: len(step.writes) - 1]]
         made: list[Array] = []
         for at, buffer in enumerate(step.writes):
             values = self._as(self._types[buffer], step.reads[at % len(given)], given[at % len(given)])

@@ -17,6 +17,7 @@ from commdsl.cost.draw_machine import LOADS, RING, Groups, Machine, draw_machine
 from commdsl.cost.report import Report
 from commdsl.cost.timeline import leaving
 from commdsl.ir.schedules import AnyStep, Schedule, Step
+from commdsl.ir.words import step_words
 from commdsl.language.kinds import MoveKind
 from commdsl.machine.topology import link_of, wire_bandwidth
 
@@ -108,7 +109,7 @@ def draw_steps(canvas: Canvas, schedule: Schedule, groups: Groups, rows: float) 
             continue
         step_number, step = column
         if not isinstance(step, Step):
-            draw_task(canvas, left + stride / 2, head, ys, schedule.words(step))
+            draw_task(canvas, left + stride / 2, head, ys, step_words(schedule, step))
         else:
             label = f"step {step_number}" if stride > 52 else str(step_number)
             canvas.text(head, label, size=11, fill=FAINT, anchor="middle")

@@ -14,6 +14,7 @@ from math import prod
 import numpy as np
 
 from commdsl.ir.schedules import AnyStep, Buffer, Schedule, Statement, Step
+from commdsl.ir.words import step_words
 from commdsl.language.kinds import MoveKind
 
 MAX_RANKS = 16
@@ -85,14 +86,14 @@ def step_rows(schedule: Schedule, number: int, step: AnyStep) -> list[Row]:
     bindings = " ".join(f"{name}={value}" for name, value in step.bindings)
     ranks = min(schedule.num_ranks, MAX_RANKS)
     if not isinstance(step, Step):
-        verb, _, what = schedule.words(step).partition(" ")
+        verb, _, what = step_words(schedule, step).partition(" ")
         return [Row("", verb, (what,) + ("",) * (ranks - 1))]
     rows: list[Row] = []
     for moves in step.moves:
         if len(moves.actor):
             head = f"{number:>3} {bindings}".rstrip() if not rows else ""
             cells = tuple(cell(schedule, moves, rank) for rank in range(ranks))
-            rows.append(Row(head, moves.kind.value, cells))
+            rows.append(Row(head, moves.kind.value + moves.epilogue.words, cells))
     return rows or [Row(f"{number:>3} {bindings}".rstrip(), "nothing moves", ("",) * ranks)]
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from types import MappingProxyType
 from typing import TypeAlias
 
-from commdsl.ir.functions import ROWWISE, Extent
+from commdsl.ir.functions import GATED, ROWWISE, Extent
 from commdsl.ir.schedules import Buffer, Schedule, Statement, Yield
 from commdsl.language.kinds import GIVEN, MoveKind
 from commdsl.language.records import dataclass
@@ -34,13 +34,20 @@ MADE = MappingProxyType({"float8_e4m3fn": "bfloat16"})
 class Unit:
     """What blocks are: as long as those of `size`, a tensor that the caller gives, and of the type `element`; where
     that is None of the type of `typed`, another. With `factor` it is not as long, but has as many rows, each as wide
-    as that tensor has rows.
+    as that tensor has rows; or half as wide, if it `is_gated`. A bias is of the type of what products make.
     """
 
     size: str
     element: str | None
     typed: str
     factor: str | None = None
+    is_gated: bool = False
+    is_bias: bool = False
+
+    @property
+    def is_made(self) -> bool:
+        """Whether it has the type of what products make, where none is declared."""
+        return self.factor is not None or self.is_bias
 
 
 class Joined:
@@ -157,6 +164,8 @@ def units(schedule: Schedule) -> dict[str, Unit | None]:
     given = {lengths[number]: buffer.name for number, buffer in reversed([*enumerate(buffers)]) if buffer.kind in GIVEN}
     only = next(iter(given.values())) if len(given) == 1 else None
     made = {lengths[to]: (lengths[of], buffers[factor].name) for of, factor, to in schedule.products}
+    is_gated = any(one.activation == GATED for one in schedule.epilogues)
+    biases = {one.bias for one in schedule.epilogues}
     found: dict[str, Unit | None] = {}
     for number, buffer in enumerate(buffers):
         size, factor = given.get(lengths[number], only), None
@@ -164,7 +173,10 @@ def units(schedule: Schedule) -> dict[str, Unit | None]:
             of, factor = made[lengths[number]]
             size = given.get(of)
         element, typed = _typed(buffers, moved, moved[number], frozenset()) or (None, size or "")
-        found[buffer.name] = None if size is None else Unit(size, element, typed, factor)
+        if number in biases:
+            typed = buffers[schedule.products[0][1]].name
+        ends = is_gated and factor is not None, number in biases
+        found[buffer.name] = None if size is None else Unit(size, element, typed, factor, *ends)
     return found
 
 
@@ -176,7 +188,7 @@ def types(schedule: Schedule, otherwise: DType) -> dict[str, DType]:
 def _type(unit: Unit, otherwise: DType) -> DType:
     if unit.element is not None:
         return BY_NAME[unit.element]
-    return otherwise if unit.factor is None else BY_NAME[MADE.get(otherwise.name, otherwise.name)]
+    return BY_NAME[MADE.get(otherwise.name, otherwise.name)] if unit.is_made else otherwise
 
 
 def _typed(

@@ -1,7 +1,7 @@
 """The functions that `compute` may name, but products: what they read and write, and how a row is made.
 
 Element by element (`FUNCTIONS`): any cut into tiles gives the same bits. Row-wise (`ROWWISE`): a result depends on its
-whole row, so who makes a row has all of it.
+whole row, so who makes a row has all of it. What follows a product (`ACTIVATIONS`, `Epilogue`) is of its sums.
 
 Assumes nothing. Does not compute; the oracle and the kernels do: floats in float32, rounded once, integers as they are.
 """
@@ -58,3 +58,29 @@ ROWWISE: Mapping[str, Rowwise] = MappingProxyType(
         "add_rms_norm": Rowwise("add_rms_norm", (Extent.ROWS, Extent.ROW, Extent.NUMBER), 2),
     }
 )
+
+
+GATED = "swiglu"
+"""Of columns in two halves: silu(first) times the second (Shazeer, GLU Variants Improve Transformer, 2020)."""
+
+ACTIVATIONS = ("gelu", GATED)
+"""What may follow a product; gelu is x times the normal distribution up to x, by the error function."""
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """What a product does with its float32 sums before they are rounded: a bias, one row for all or one for each block
+    of the factor, is added, then an activation applied.
+    """
+
+    bias: int | None = None  # a buffer
+    activation: str | None = None  # one of ACTIVATIONS
+
+    @property
+    def words(self) -> str:
+        """` with bias, gelu`, to follow a product; empty where it ends with nothing."""
+        said = (() if self.bias is None else ("bias",)) + (() if self.activation is None else (self.activation,))
+        return f" with {', '.join(said)}" if said else ""
+
+
+PLAIN = Epilogue()

@@ -10,7 +10,8 @@ way is rounded as in the sum.
 
 What was cast is kept in float32, beside what it is in the caller's type, into which it is rounded where it is returned.
 
-A product is made in float64, or integers that wrap, and rounded once; what is added to it behind is another step. What
+A product is made in float64, or integers that wrap, with what it is added to and what follows it, and rounded once;
+what is added to it behind is another step. What
 a row-wise function makes of a row beside the sum is made in float64, too, so kernels are held to it but for rounding.
 """
 
@@ -19,14 +20,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from math import gcd
+from math import erf, gcd, sqrt
 from types import MappingProxyType
 from typing import TypeAlias, assert_never
 
 import numpy as np
 
 from commdsl.ir.classes import Unit, types, units
-from commdsl.ir.functions import FUNCTIONS
+from commdsl.ir.functions import FUNCTIONS, Epilogue
 from commdsl.ir.lengths import block_lengths
 from commdsl.ir.rounding import rounded
 from commdsl.ir.schedules import Applied, Cast, Schedule, Statement, Step, Task, Yield
@@ -184,7 +185,7 @@ def _elements(unit: Unit, elements: int, inputs: Mapping[str, Sequence[Array]], 
     if unit.factor is None:
         return elements
     rows, depth = map(int, inputs[unit.factor][0].shape)
-    return elements // depth * (rows // blocks[unit.factor])
+    return elements // depth * (rows // blocks[unit.factor] // (2 if unit.is_gated else 1))
 
 
 def _depths(schedule: Schedule, inputs: Mapping[str, Sequence[Array]]) -> dict[int, int]:
@@ -264,8 +265,10 @@ def _results(memory: _Memory, moves: Statement, op: str) -> Iterator[tuple[bool,
             values = by_row(moves.applied, operands[0], given, dtype)
         elif moves.factor is not None and moves.factor_chunk is not None:
             factor = memory.read_as(dtype, moves.factor, rank, int(moves.factor_chunk[row]))
-            made = multiply(operands[-1], factor, memory.depths[moves.factor], dtype)
-            values = combine([*operands[:-1], made], dtype, "sum")
+            bias = moves.epilogue.bias
+            at = 0 if bias is None or memory.buffers[bias].num_chunks == 1 else int(moves.factor_chunk[row])
+            added = None if bias is None else memory.read(bias, rank, at)
+            values = product(moves.epilogue, operands, factor, added, memory.depths[moves.factor], dtype)
         elif moves.copies:
             values = operands[0]
         elif how == "avg":
@@ -294,13 +297,35 @@ def by_row(applied: Applied, rows: Array, given: Sequence[Array], dtype: DType) 
     return dtype.narrow(made.astype(dtype.accumulator).ravel())
 
 
-def multiply(rows: Array, factor: Array, depth: int, dtype: DType) -> Array:
-    """Rows times the rows of the factor, all of them as deep; float8 as if its scales were 1."""
-    a, b = rows.reshape(-1, depth), factor.reshape(-1, depth)
-    if not dtype.is_float:
-        return (a @ b.T).ravel()
-    made = dtype.widen(a).astype(np.float64) @ dtype.widen(b).astype(np.float64).T
-    return dtype.narrow(made.astype(dtype.accumulator).ravel())
+def product(
+    epilogue: Epilogue, operands: Sequence[Array], factor: Array, bias: Array | None, depth: int, dtype: DType
+) -> Array:
+    """The last operand times the rows of the factor, all of them as deep, and those before it, and the bias, in float64
+    or integers that wrap; of that what the activation makes, rounded once. Float8 is as if its scales were 1.
+    """
+
+    def wide(values: Array) -> Array:
+        return dtype.widen(values).astype(np.float64) if dtype.is_float else values
+
+    a, b = operands[-1].reshape(-1, depth), factor.reshape(-1, depth)
+    found = wide(a) @ wide(b).T
+    for one in operands[:-1]:
+        found = found + wide(one).reshape(found.shape)
+    if bias is not None:
+        found = found + wide(bias)
+    if epilogue.activation is not None and not dtype.is_float:
+        raise ValueError(f"`{epilogue.activation}` is of floats, not of {dtype.name}")
+    match epilogue.activation:
+        case None:
+            pass
+        case "gelu":
+            found = found * 0.5 * (1 + np.vectorize(erf, otypes=[np.float64])(found / sqrt(2)))
+        case "swiglu":
+            gate, up = np.split(found, 2, axis=1)
+            found = gate / (1 + np.exp(-gate)) * up
+        case unknown:
+            raise AssertionError(unknown)
+    return dtype.narrow(found.astype(dtype.accumulator).ravel()) if dtype.is_float else found.ravel()
 
 
 def combine(operands: list[Array], dtype: DType, op: str) -> Array:

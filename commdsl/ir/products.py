@@ -18,6 +18,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.functions import Epilogue
 from commdsl.ir.schedules import AnyStep, Buffer, Schedule, Statement, Step, Yield
 from commdsl.language.diagnostics import CommError, Diagnostic, Label
 from commdsl.language.kinds import BufferKind, MoveKind
@@ -74,8 +75,10 @@ def stopping(schedule: Schedule) -> Stopping:
             case _Product(statement, bindings, sums) as product:
                 writes = tuple(map(parts.dest, product.writes))
                 added = (*(writes[:1] if statement.accumulate else ()), *map(parts.source, sums))
-                reads = (parts.source(statement), parts.factor(statement), *added)
-                made.append(Yield(reads, bindings, statement.span, writes, MATMUL, is_product=True))
+                ends = parts.epilogue(statement)
+                bias = () if ends.bias is None else (ends.bias,)
+                reads = (parts.source(statement), parts.factor(statement), *added, *bias)
+                made.append(Yield(reads, bindings, statement.span, writes, MATMUL, is_product=True, epilogue=ends))
             case Step():
                 made.append(replace(step, moves=tuple(one for moves in step.moves for one in parts.split(moves))))
             case _:
@@ -159,8 +162,10 @@ class _Parts:
         for step in steps:
             if isinstance(step, _Product):
                 factor = self._one_factor(step.statement, factor)
-                if schedule.buffers[factor].num_chunks > 1:
-                    self._take(step.statement, factor, _factor_chunk(step.statement))
+                bias = step.statement.epilogue.bias
+                for one_of in (factor,) if bias is None else (factor, bias):
+                    if schedule.buffers[one_of].num_chunks > 1:
+                        self._take(step.statement, one_of, _factor_chunk(step.statement))
                 self._take(step.statement, step.statement.source_buffer, step.statement.source_chunk[:, 0])
                 for one in step.writes:
                     self._take(one, one.dest_buffer, one.dest_chunk)
@@ -192,6 +197,12 @@ class _Parts:
     def factor(self, one: Statement) -> int:
         assert one.factor is not None
         return self._of(one.factor, one.actor[0], _factor_chunk(one)[0])
+
+    def epilogue(self, one: Statement) -> Epilogue:
+        """Its bias as a part, if it is of several rows."""
+        if one.epilogue.bias is None:
+            return one.epilogue
+        return replace(one.epilogue, bias=self._of(one.epilogue.bias, one.actor[0], _factor_chunk(one)[0]))
 
     def split(self, moves: Statement) -> Iterator[Statement]:
         """A statement for each two parts that it has chunks of."""

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import field
-from typing import TypeAlias, assert_never
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.functions import PLAIN, Epilogue
 from commdsl.ir.lengths import Lengths
 from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.language.records import dataclass
@@ -111,7 +112,7 @@ class Statement:
     source is on the actor; for GET and COPY the destination is; COPY has both on the actor. A PUT or GET to oneself is
     legal. For REDUCE at least one side is on the actor; with k > 1 or `is_list` the destination is on the actor.
     MATMUL is a COPY, or a REDUCE, that multiplies: a chunk is a matrix, whose rows become those times a chunk of
-    `factor` on that rank, or those are added.
+    `factor` on that rank, or those are added; then follows `epilogue`, on all that is there.
     ROWWISE is a COPY on every rank that makes of rows what `applied` says.
     `operation`: how a REDUCE combines where the text says, else the call does.
     With `cast` every source is rounded to that type as it is read, but one that is what a cast left, which has been.
@@ -134,10 +135,10 @@ class Statement:
     applied: Applied | None = None  # of ROWWISE
     cast: Cast | None = None
     operation: str | None = None
+    epilogue: Epilogue = PLAIN  # of MATMUL
 
     @property
     def copies(self) -> bool:
-        """Whether what it writes is what it reads."""
         return self.kind in (MoveKind.PUT, MoveKind.GET, MoveKind.COPY)
 
 
@@ -155,7 +156,8 @@ class Yield:
     """The caller computes here, on every rank: `name` None: it is handed one whole buffer, and nothing changes.
 
     Otherwise its function of that name reads and writes whole buffers. What it writes is its own: nobody here knows it.
-    `is_product`: ours, `matmul`; it reads a matrix, the factor and sums, added in order, and may write the matrix, too.
+    `is_product`: ours, `matmul`; it reads a matrix, the factor, sums, added in order, and the bias of its epilogue, and
+    may write the matrix, too.
     """
 
     reads: tuple[int, ...]  # buffers
@@ -164,11 +166,17 @@ class Yield:
     writes: tuple[int, ...] = ()  # buffers
     name: str | None = None
     is_product: bool = False
+    epilogue: Epilogue = PLAIN
 
     @property
     def buffer(self) -> int:
         """What is handed over."""
         return self.reads[0]
+
+    @property
+    def sums(self) -> slice:
+        """Which of what a product reads is added to what it makes."""
+        return slice(2, None if self.epilogue.bias is None else -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +380,11 @@ class Schedule:
         return bool(self.products)
 
     @property
+    def epilogues(self) -> frozenset[Epilogue]:
+        stops = {step.epilogue for step in self.steps if isinstance(step, Yield)}
+        return frozenset(stops | {one.epilogue for one in self.statements})
+
+    @property
     def rowwise(self) -> tuple[Statement, ...]:
         """The statements that apply row-wise functions."""
         return tuple(one for one in self.statements if one.applied is not None)
@@ -383,18 +396,5 @@ class Schedule:
 
     @property
     def has_bodies(self) -> bool:
-        """Whether what is computed between moves is part of it, so that it has to stop there."""
+        """Whether what is computed between moves is part of it: it stops there."""
         return self.has_products or any(isinstance(step, Yield) and step.name is not None for step in self.steps)
-
-    def words(self, step: Yield | Task) -> str:
-        """`yield kv`, `yield attend(kv, acc -> acc)`, `compute add(a, b -> c)`."""
-        reads, writes = (", ".join(self.buffers[at].name for at in buffers) for buffers in (step.reads, step.writes))
-        match step:
-            case Yield(name=None):
-                return f"yield {reads}"
-            case Yield(name=name):
-                return f"yield {name}({reads} -> {writes})" if writes else f"yield {name}({reads})"
-            case Task(function):
-                return f"compute {function}({reads} -> {writes})"
-            case _:
-                assert_never(step)

@@ -52,11 +52,11 @@ Line: TypeAlias = (
 def line(node: Line) -> str:
     """The text of a node that has no block."""
     match node:
-        case syntax.BufferDecl(kind, name, dims, lengths, element, like):
+        case syntax.BufferDecl(kind, name, dims, lengths, element, like, condition):
             extents = ", ".join(expr(dim.size) + (" blocks" if dim.blocks else "") for dim in dims)
             unit = f" of {lengths.table.text}[{', '.join(axis.value for axis in lengths.axes)}]" if lengths else ""
             unit += (f" {element.text}" if element else "") + (f" like {like.text}" if like else "")
-            return f"{kind.value} {name.text}{f'[{extents}]' if dims else ''}{unit}"
+            return f"{kind.value} {name.text}{f'[{extents}]' if dims else ''}{unit}{where(condition)}"
         case syntax.NamedContract():
             return _named_contract(node)
         case syntax.RotationContract():
@@ -72,9 +72,9 @@ def line(node: Line) -> str:
         case syntax.Do():
             return _do(node)
         case syntax.Move(MoveKind.REDUCE, origin, dest, syntax.Ref() as factor):
-            return f"reduce matmul({source(origin)}, {ref(factor)}) -> {ref(dest)}"
+            return f"reduce matmul({source(origin)}, {ref(factor)}) -> {ref(dest)}{_epilogue(node)}"
         case syntax.Move(_, origin, dest, syntax.Ref() as factor):
-            return f"compute matmul({source(origin)}, {ref(factor)} -> {ref(dest)})"
+            return f"compute matmul({source(origin)}, {ref(factor)} -> {ref(dest)}){_epilogue(node)}"
         case syntax.Move(kind, origin, dest):
             return f"{kind.value} {source(origin)} -> {ref(dest)}{combining(node.operation)}{cast(node.cast)}"
         case syntax.Yield(buffer):
@@ -96,6 +96,11 @@ def line(node: Line) -> str:
             return f"fn {name.text}({', '.join(param.text for param in params)}) = {choice(body)}"
         case _:
             assert_never(node)
+
+
+def _epilogue(node: syntax.Move) -> str:
+    endings = (f"{one.name.text}{f' {ref(one.ref)}' if one.ref else ''}{where(one.where)}" for one in node.epilogue)
+    return f" with {', '.join(endings)}" if node.epilogue else ""
 
 
 def _do(node: syntax.Do) -> str:

@@ -112,6 +112,7 @@ def described(phase: Between, number: int) -> str:
             words = "" if phase.name is None else f" {phase.name}"
             what = f"visit {number}{words}: {_names(phase.reads)}"
             what += f" -> {_names(phase.writes)}" if phase.writes else ""
+            what += phase.step.epilogue.words
         case Return():
             what = f"return: {_names(phase.reads)}"
         case _:

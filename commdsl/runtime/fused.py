@@ -18,6 +18,7 @@ import torch
 
 from commdsl.build.matmul import ELSEWHERE, Product, Push, Source, Turn, stores
 from commdsl.build.tilings import chosen
+from commdsl.ir.functions import GATED
 from commdsl.ir.products import MATMUL
 from commdsl.machine.config import from_environment
 from commdsl.program.launches import Launch, Visit
@@ -78,7 +79,10 @@ def fits(plan: Plan, places: Places, rows: torch.Tensor, factor: torch.Tensor, r
         return False
     if copies and (len(copies) > 1 or sums or not is_deep(rows) or not are_copies_left(plan)):
         return False
-    sides = (rows.shape[1] * rows.itemsize, factor.shape[0] * result.itemsize)
+    has_bias = any(one.step.epilogue.bias is not None for one in _products(plan))
+    if len(_activations(plan)) > 1 or (has_bias and result not in _ADDED):
+        return False
+    sides = (rows.shape[1] * rows.itemsize, _columns(plan, factor) * result.itemsize)
     return rows.numel() > 0 and factor.numel() > 0 and all(side % ALIGNMENT == 0 for side in sides)
 
 
@@ -107,12 +111,15 @@ class Fused:
         turns = tuple(map(self._turn, plain, (first.writes[0] for first, *_ in _summed(self._products))))
         types, self._device = (element_name(rows.dtype), element_name(result)), rows.device.index
         sources, adds = [len(turn.sources) for turn in turns], any(turn.count for turn in turns)
-        size = rows.shape[0], factor.shape[0], rows.shape[1] * sources[0]
+        size = rows.shape[0], _columns(plan, factor), rows.shape[1] * sources[0]
         self._turns = turns
         self._turn_of = tuple(number for number, count in enumerate(sources) for _ in range(count))
         copies = bool(self._groups[-1])
         product = Product(*size, *types, residual=adds, copies=copies, turns=len(turns), sources=sources[0])
-        self._product = replace(product, pushed=len(pushes.places))
+        (activation,) = _activations(plan)
+        self._bias = next((one.reads[-1] for one in self._products if one.step.epilogue.bias is not None), None)
+        has_bias, gelu, gated = self._bias is not None, activation == "gelu", activation == GATED
+        self._product = replace(product, pushed=len(pushes.places), bias=has_bias, gelu=gelu, gated=gated)
         self._arriving = sum(source.there >= 0 for turn in turns for source in turn.sources) * rows.nbytes
         self._is_stamped = plan.stamped
         self._kernels: dict[tuple[bool, bool], Matmul] = {}
@@ -196,6 +203,9 @@ class Fused:
             sources, sums, results, copies = ([matrices(found[name]) for name in names] for names in self._groups)
             factor = matrices(found[_place(self._places, self._products[0].reads[1])[0]])
             added, copied = (next(iter(one), None) for one in (sums, copies))
+            if self._bias is not None:
+                row = held[self._bias]
+                beside = replace(beside, bias=row.data_ptr() - _place(self._places, self._bias)[1] * row.nbytes)
             launch = kernel.prepare(sources, factor, results, added, beside, copied, [*self._pushed(held, landing)])
             keep(self._known, key, launch, MAX_KEPT)
         return launch
@@ -256,14 +266,24 @@ def _products(plan: Plan) -> tuple[Visit, ...]:
     return tuple(phase for phase in visits(plan) if isinstance(phase, Visit))
 
 
+def _columns(plan: Plan, factor: torch.Tensor) -> int:
+    """Of what products make."""
+    return factor.shape[0] // 2 if GATED in _activations(plan) else factor.shape[0]
+
+
+def _activations(plan: Plan) -> set[str | None]:
+    """What turns end with."""
+    return {turn[-1].step.epilogue.activation for turn in _summed(_products(plan))}
+
+
 def _is_added(one: Visit) -> bool:
     """To what is there."""
-    return one.writes[0] in one.reads[2:]
+    return one.writes[0] in one.reads[one.step.sums]
 
 
 def _sums(one: Visit) -> tuple[Kept, ...]:
     """What is added to it, besides what it is added to."""
-    return tuple(kept for kept in one.reads[2:] if kept != one.writes[0])
+    return tuple(kept for kept in one.reads[one.step.sums] if kept != one.writes[0])
 
 
 def _summed(products: Sequence[Visit]) -> list[tuple[Visit, ...]]:
@@ -336,6 +356,7 @@ def turns_of(plan: Plan, places: Places) -> Iterator[Turn]:
             _word(added, awaited),
             len(beside) + number if made <= told else -1,
             max((places[kept.name][1] for kept in turn[0].writes[1:]), default=-1),
+            bias=max(-1 if one.step.epilogue.bias is None else _place(places, one.reads[-1])[1] for one in turn),
         )
 
 

@@ -123,7 +123,7 @@ class Matmul:
     ) -> None:
         self.product, self.tiling = product, tiling
         self._is_alone = turns is None  # nothing that moves beside needs SMs before it begins
-        turns = [Turn(count=int(product.residual))] if turns is None else turns
+        turns = [Turn(count=int(product.residual), bias=product.bias - 1)] if turns is None else turns
         text, high, wide = emitted(product, tiling, is_stamped=is_stamped), *product.tiles(tiling)[:2]
         workers = min(tiling.workers(sms), high * wide * (tiling.parts if tiling.parts > 1 else product.turns))
         self._blocks = workers * tiling.blocks

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from commdsl.cost.profile import Profile
+from commdsl.ir.functions import GATED, PLAIN
 from commdsl.ir.products import MATMUL, Part
+from commdsl.ir.schedules import Yield
 from commdsl.program.launches import Visit
 from commdsl.program.memory import Kept
 from commdsl.program.pushed import NOTHING, Pushes, pushes
@@ -89,7 +91,9 @@ class Multiplying:
             self._alone = communicator.gate.alone
             self._again = None if visits.plan.stamped else again.Again(communicator)
         self._plan = visits.plan
-        self._sums = any(one.writes[0] in one.reads[2:] for one in _products(visits))
+        self._steps = tuple(one.step for one in _products(visits))
+        sums = any(one.writes[0] in one.reads[one.step.sums] for one in _products(visits))
+        self._is_plain = not sums and all(one.epilogue == PLAIN for one in self._steps)
         self._lie: dict[tuple[tuple[int, ...], ...], None] = {}  # strides of inputs that a call takes
         self._stamps: Stamps | None = None  # of the last call, where they are
 
@@ -169,8 +173,8 @@ class Multiplying:
 
     def _function(self, scales: Sequence[torch.Tensor]) -> Function:
         """What makes the products of a call, where that is not the kernel."""
-        if self._sums:
-            return Summing(scales)
+        if not self._is_plain:
+            return Finishing(self._steps, scales)
         return partial(multiply, scales=scales) if scales else multiply
 
     def profile(self) -> Profile:
@@ -268,13 +272,13 @@ class Cut:
         if not parts:
             return {port.name: tensor}
         rows = tensor.shape[0] // port.blocks  # of nothing, torch does not say
-        cut = tensor if tensor.dim() == 3 else tensor.view(port.blocks, rows, tensor.shape[1])
+        cut = tensor if tensor.dim() == 3 else tensor.view(port.blocks, rows, *tensor.shape[1:])
         return {part.name: cut[part.chunks[self._rank]] for part in parts}
 
 
 def _results(visits: Visits, given: Sequence[torch.Tensor]) -> set[torch.dtype]:
     """Of what products make, and what is added to it."""
-    found = {kept for one in _products(visits) for kept in (*one.reads[2:], one.writes[0])}
+    found = {kept for one in _products(visits) for kept in (*one.reads[one.step.sums], one.writes[0])}
     return {tensors.dtype_of(visits.signature, _port(kept), given) for kept in found}
 
 
@@ -328,23 +332,46 @@ def multiply(
     out.copy_(found)
 
 
-class Summing:
-    """The products of a call some of which are added to what those before them have made: that is kept as wide as it is
-    added up, so every sum is rounded once.
+class Finishing:
+    """The products of a call that have epilogues, or are added to what those before them have made: that is kept as
+    wide as it is added up, so every sum is rounded once.
     """
 
-    def __init__(self, scales: Sequence[torch.Tensor]) -> None:
-        self._scales = scales
+    def __init__(self, steps: Sequence[Yield], scales: Sequence[torch.Tensor]) -> None:
+        self._steps, self._scales = steps, scales
         self._wide: dict[int, torch.Tensor] = {}  # what the last one has made, by where that is rounded to
 
     def __call__(
-        self, number: int, rows: torch.Tensor, factor: torch.Tensor, *sums: torch.Tensor, out: torch.Tensor
+        self,
+        number: int,
+        rows: torch.Tensor,
+        factor: torch.Tensor,
+        *beside: torch.Tensor,
+        out: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     ) -> None:
+        step = self._steps[number]
+        if isinstance(out, tuple):
+            out, copy = out
+            copy.copy_(rows)
         found = multiplied(rows, factor, torch.promote_types(out.dtype, torch.float32), self._scales)
-        for one in sums:
+        for one in beside[: len(beside) - (step.epilogue.bias is not None)]:
             found += self._wide.get(one.data_ptr(), one)
+        if step.epilogue.bias is not None:
+            found += beside[-1]
+        found = activated(found, step.epilogue.activation)
         out.copy_(found)
         self._wide = {out.data_ptr(): found}
+
+
+def activated(x: torch.Tensor, activation: str | None) -> torch.Tensor:
+    """What an activation of `ACTIVATIONS` makes of float32 or wider; `swiglu` of columns in two halves."""
+    if activation is None:
+        return x
+    if activation == GATED:
+        gate, up = x.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+    assert activation == "gelu", activation
+    return torch.nn.functional.gelu(x)
 
 
 def multiplied(

@@ -106,6 +106,16 @@ def _check_product(
         if (tensor.shape[-1], tensor.dtype) != (tensors[rows].shape[1], tensors[rows].dtype):
             first = f"`{signature.inputs[rows].name}` {tensors[rows].shape[1]} of {tensors[rows].dtype}"
             raise TensorError(f"`{name}`: a row of `{port.name}` has {tensor.shape[-1]} of {tensor.dtype}, of {first}")
+    rows_of_block = _block(signature, factor, tensors)[-2]
+    if made.unit.is_gated and rows_of_block % 2:
+        what = f"a gate and as many columns that it is multiplied with, not {rows_of_block} in all"
+        raise TensorError(f"`{name}`: a block of `{made.unit.factor}` makes {what}")
+    for number, port in enumerate(signature.inputs):
+        if port.unit is not None and port.unit.is_bias:
+            wanted = (port.blocks * rows_of_block,)
+            if tuple(tensors[number].shape) != wanted:
+                shape = tuple(tensors[number].shape)
+                raise TensorError(f"`{name}`: `{port.name}` is {shape}, a number for each row of a factor {wanted}")
     check_scales(name, tensors[rows], tensors[factor], scales)
 
 
@@ -151,7 +161,7 @@ def dtype_of(signature: Signature, port: Port, tensors: Sequence[torch.Tensor]) 
     """What a tensor of the op is of, given the inputs."""
     if port.unit is None or port.unit.element is None:
         found = tensors[_typed(signature, port)].dtype
-        return made_of(found) if _is_made(port) else found
+        return made_of(found) if port.unit is not None and port.unit.is_made else found
     return dtype_named(port.unit.element)
 
 
@@ -266,12 +276,13 @@ def _is_made(port: Port) -> bool:
 
 def _made_block(signature: Signature, port: Port, tensors: Sequence[torch.Tensor]) -> list[Any]:
     """Rows of a block of what is multiplied, each as wide as a block of the factor has rows. That has three dimensions
-    where its blocks lie side by side.
+    where its blocks lie side by side. Gated, half of the columns are left.
     """
     assert port.unit is not None
     assert port.unit.factor is not None
     blocks = (_block(signature, of, tensors) for of in (_sized(signature, port), _input(signature, port.unit.factor)))
-    return [block[-2] for block in blocks]
+    rows, columns = (block[-2] for block in blocks)
+    return [rows, columns // 2 if port.unit.is_gated else columns]
 
 
 def _block(signature: Signature, number: int, tensors: Sequence[torch.Tensor]) -> list[Any]:

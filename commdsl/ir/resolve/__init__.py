@@ -13,6 +13,7 @@ prove anything about the steps: their indices out of range stay in the arrays fo
     cycle_sets    `cycles`
     contracts, clauses, rotations   `ensure`
     casts         `as float8 by 128`, `rounded(float8, 2)`
+    epilogues     `with bias b[q], gelu where A == 1`
     rows, steps   `each` -> arrays, a row for every combination of its binders
     waves         `pipeline` -> steps of what acts at once
     call_rules, calls   `do` -> the steps of another schedule

@@ -119,6 +119,8 @@ def _why_not(called: syn.ScheduleDecl) -> tuple[str, Span] | None:
                 return "says how it is launched", statement.span
             case syn.BufferDecl(element=element, like=like, lengths=lengths) if element or like or lengths:
                 return "says types or lengths", statement.span
+            case syn.BufferDecl(where=syn.Node()):
+                return "declares buffers under conditions", statement.span
             case _:
                 pass
     return None

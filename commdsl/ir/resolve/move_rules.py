@@ -6,6 +6,7 @@ Assumes the names in sight are in `rules`. Does not evaluate indices or ranks.
 from __future__ import annotations
 
 from commdsl.ir.resolve.casts import OF_MOVES, check_cast
+from commdsl.ir.resolve.epilogues import check_epilogue
 from commdsl.ir.resolve.expressions import ExpressionRules
 from commdsl.ir.resolve.faults import nearest
 from commdsl.language import syntax as syn
@@ -20,6 +21,7 @@ def check_move(rules: ExpressionRules, move: syn.Move, acting: str) -> None:
     rules.ref(move.dest)
     if move.factor is not None:
         rules.ref(move.factor)
+        check_epilogue(rules, move.epilogue)
     check_operation(rules, move.operation)
     if move.cast is not None:
         check_cast(rules, move.cast, OF_MOVES, "moves")

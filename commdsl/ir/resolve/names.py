@@ -134,6 +134,8 @@ class ScheduleRules(ExpressionRules):
                 for dim in dims:
                     self.expect(dim.size, Kind.NUMBER)
                 self._unit(statement)
+                if statement.where is not None:
+                    self.expect(statement.where, Kind.CONDITION)
                 self.declare(name, Kind.BUFFER, len(dims))
             case syn.CyclesDecl(name, value):
                 self._cycles(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TypeAlias
+from typing import TypeAlias, assert_never
 
 import numpy as np
 
@@ -52,6 +52,7 @@ class Resolver:
     scope: dict[str, Value] = field(default_factory=dict)
     params: list[tuple[str, int]] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
+    absent: set[str] = field(default_factory=set)  # buffers whose condition does not hold
     contracts: list[Contract] = field(default_factory=list)
     cycles: list[Cycles] = field(default_factory=list)
     called: dict[Callee, Called] = field(default_factory=dict)
@@ -152,6 +153,9 @@ class Resolver:
                 pass
 
     def _buffer(self, decl: syn.BufferDecl) -> None:
+        if decl.where is not None and not self.evaluator.number(decl.where, self.scope):
+            self.absent.add(decl.name.text)
+            return
         extents, blocks, cut = list[int](), 1, 1
         for dim in decl.dims:
             extent = self.evaluator.constant(dim.size, self.scope)
@@ -195,6 +199,7 @@ class Resolver:
         for statement in self.decl.body:
             if isinstance(statement, syn.Ensure):
                 try:
+                    self._check_there(statement)
                     self.contracts += contracts(statement, self.binding, self.scope)
                 except Poisoned:
                     continue
@@ -233,7 +238,16 @@ class Resolver:
                     builder = self.builders[id(statement)] = StepBuilder(statement, self.binding)
                 self.steps.append(builder.step(scope, bindings))
             case syn.Do():
+                self._check_there(statement)
                 self._call(statement, scope, bindings)
+            case syn.Yield() | syn.Visit() | syn.Compute():
+                self._check_there(statement)
+                self._computed(statement, bindings)
+            case _:
+                pass
+
+    def _computed(self, statement: syn.Yield | syn.Visit | syn.Compute, bindings: tuple[tuple[str, int], ...]) -> None:
+        match statement:
             case syn.Yield(buffer):
                 self._task(Yield((list(self.buffers).index(buffer.text),), bindings, statement.span))
             case syn.Visit():
@@ -243,7 +257,13 @@ class Resolver:
             case syn.Compute():
                 self._task(tasks.task(statement, self.buffers, bindings, self.faults))
             case _:
-                pass
+                assert_never(statement)
+
+    def _check_there(self, node: syn.Node) -> None:
+        """C130 where it names a buffer that is not there."""
+        for one in syn.nodes(node) if self.absent else ():
+            if isinstance(one, syn.Name) and one.text in self.absent:
+                self.binding.check_there(one)
 
     def _turns(
         self, loop: syn.For | syn.Pipeline, scope: dict[str, Value], bindings: tuple[tuple[str, int], ...]

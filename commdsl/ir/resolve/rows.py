@@ -133,6 +133,14 @@ class Binding:
 
     # --- references ---------------------------------------------------------------------------------------------------
 
+    def check_there(self, name: syn.Name) -> None:
+        """C130 where a buffer is declared under a condition that does not hold."""
+        if name.text not in self.buffers:
+            help = "say under which condition it is used, too"
+            self.faults.fail(
+                "C130", f"there is no `{name.text}` here", name.span, "its `where` does not hold", help=help
+            )
+
     def missing(self, ref: syn.Ref) -> tuple[int, ...]:
         """The extents that a reference leaves out: it means every chunk over them."""
         return self.buffers[ref.buffer.text].dims[len(ref.indices) :]

@@ -8,7 +8,7 @@ Does not check that chunks and ranks are in range.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.resolve.casts import cast_of
+from commdsl.ir.resolve.epilogues import epilogue_of
 from commdsl.ir.resolve.evaluate import Cycle, Scope, Value, free_names
 from commdsl.ir.resolve.rows import Binding, Rows, pick, spread
 from commdsl.ir.schedules import Ints, Statement, Step
@@ -157,6 +158,8 @@ class StepBuilder:
         free = (listed - inner) | _ref_names(move.dest) | free_names(stretch)
         if move.factor is not None:
             free |= _ref_names(move.factor)
+        for one in move.epilogue:
+            free |= free_names(one.where) | (frozenset() if one.ref is None else _ref_names(one.ref))
 
         def compute(scope: Scope) -> Statement:
             return self._compute(move, context, scope, context.scope(scope, free))
@@ -165,6 +168,8 @@ class StepBuilder:
 
     def _compute(self, move: syn.Move, context: _Context, outer: Scope, scope: Mapping[str, Value]) -> Statement:
         binding = self._binding
+        for ref in _refs(move):
+            binding.check_there(ref.buffer)
         extents = binding.check_shapes(move.source.ref, move.dest, move.span)
         count = context.rows(outer).count
         binding.budget.allow(count, math.prod(extents), "moves", move.span)
@@ -197,6 +202,7 @@ class StepBuilder:
             factor_chunk=None if move.factor is None else self._factor_chunk(move.factor, context, outer, extents),
             operation=None if move.operation is None else move.operation.text,
             cast=None if move.cast is None else cast_of(move.cast, binding.evaluator, outer, binding.faults),
+            epilogue=epilogue_of(move, binding, outer, lambda ref: self._chunk(ref, context, outer)),
         )
 
     def _factor_chunk(self, factor: syn.Ref, context: _Context, outer: Scope, extents: tuple[int, ...]) -> Ints:
@@ -249,6 +255,13 @@ def _over(rows: Memo[Rows], names: tuple[str, ...]) -> _Context:
         return Memo(rows.names, lambda scope: rows(scope).columns[name])
 
     return _Context(rows, {name: column(name) for name in names}, {})
+
+
+def _refs(move: syn.Move) -> Iterator[syn.Ref]:
+    """What it names, but for a bias."""
+    yield from (move.source.ref, move.dest)
+    if move.factor is not None:
+        yield move.factor
 
 
 def _ref_names(ref: syn.Ref) -> frozenset[str]:

@@ -21,7 +21,7 @@ def at_once(steps: Sequence[Step], bindings: tuple[tuple[str, int], ...], span: 
     alike = dict[tuple[object, ...], list[Statement]]()
     for one in (one for step in steps for one in step.moves):
         buffers = one.source_buffer, one.dest_buffer, one.factor
-        key = one.span, one.is_list, one.source_rank.shape[1], buffers, one.operation, one.cast
+        key = one.span, one.is_list, one.source_rank.shape[1], buffers, one.operation, one.cast, one.epilogue
         alike.setdefault(key, []).append(one)
     return Step(tuple(_joined(some) for some in alike.values()), bindings, span)
 

@@ -77,8 +77,8 @@ def _param(span: Span, parts: Children) -> syntax.Param:
 
 
 def _buffer_decl(span: Span, parts: Children) -> syntax.BufferDecl:
-    kind, name, dims, lengths, element, like = parts
-    return syntax.BufferDecl(kinds.BufferKind(kind), name, dims or (), lengths, element, like, span=span)
+    kind, name, dims, lengths, element, like, where = parts
+    return syntax.BufferDecl(kinds.BufferKind(kind), name, dims or (), lengths, element, like, where, span=span)
 
 
 def _lengths(span: Span, parts: Children) -> syntax.Lengths:
@@ -150,10 +150,14 @@ def _cast(span: Span, parts: Children) -> syntax.Cast:
 
 
 def _matmul(span: Span, parts: Children) -> syntax.Move:
-    word, _, rows, factor, dest = parts  # the first are the words `compute matmul`, or `reduce matmul`
+    word, _, rows, factor, dest, epilogue = parts  # the first are the words `compute matmul`, or `reduce matmul`
     source = syntax.Source_(rows, None, None, span=rows.span)
     kind = kinds.MoveKind.REDUCE if word == kinds.MoveKind.REDUCE.value else kinds.MoveKind.MATMUL
-    return syntax.Move(kind, source, dest, factor, span=span)
+    return syntax.Move(kind, source, dest, factor, epilogue=epilogue or (), span=span)
+
+
+def _ending(span: Span, parts: Children) -> syntax.Ending:
+    return syntax.Ending(*parts, span=span)
 
 
 def _source(span: Span, parts: Children) -> syntax.Source_:
@@ -311,6 +315,8 @@ RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "visit": _visit,
     "compute": _compute,
     "matmul": _matmul,
+    "epilogue": _tuple,
+    "ending": _ending,
     "passing": _passing,
     "handed": _passing,
     "tiles": _tiles,

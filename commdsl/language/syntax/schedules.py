@@ -55,11 +55,20 @@ class Cast(Node):
 
 
 @dataclass(frozen=True, slots=True)
+class Ending(Node):
+    """`bias b[q]`, `gelu where A == 1`: what a product does with its sums before they are rounded."""
+
+    name: Name
+    ref: Ref | None = None
+    where: Expr | None = None  # None: in any case
+
+
+@dataclass(frozen=True, slots=True)
 class Move(Node):
     """`put a -> b @ p`. `reduce a -> b` combines into b; `reduce a @ all -> b` (a list) sets b to the combination;
     `by max`, or as the call says.
     `compute matmul(a[q], w -> b[q])` multiplies on the way from one chunk to another, by a block of `factor`, and
-    `reduce matmul(a[q], w) -> b` adds what it makes to what is there.
+    `reduce matmul(a[q], w) -> b` adds what it makes to what is there; behind either `with bias v, gelu`.
     """
 
     kind: MoveKind
@@ -68,6 +77,7 @@ class Move(Node):
     factor: Ref | None = None  # of a product
     cast: Cast | None = None
     operation: Name | None = None  # of a reduce
+    epilogue: tuple[Ending, ...] = ()  # of a product
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +98,9 @@ class Lengths(Node):
 
 @dataclass(frozen=True, slots=True)
 class BufferDecl(Node):
-    """`inout x[2 blocks]`, `input x of n[rank]`, `inout acc float32`, `output o[P blocks] like q`."""
+    """`inout x[2 blocks]`, `input x of n[rank]`, `inout acc float32`, `output o[P blocks] like q`,
+    `input b where B == 1`.
+    """
 
     kind: BufferKind
     name: Name
@@ -96,6 +108,7 @@ class BufferDecl(Node):
     lengths: Lengths | None = None  # None: all blocks are as long
     element: Name | None = None  # an element type; None: not said
     like: Name | None = None  # the buffer whose blocks are as long
+    where: Expr | None = None  # None: there in any case
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,8 @@ struct Loader : Worker<Shape> {
   }
 
   COMMDSL_FN void load(const Piece& piece, bool is_last) {
-    const MatmulTurn turn = this->turn(piece.turn);
+    MatmulTurn turn = this->turn(piece.turn);
+    if constexpr (Shape::kBias) turn.count %= kBiasRow;
     const u32 first = this->first(piece), last = this->last(piece), late = last - least(Shape::kStages, last - first);
     u32 number = turn.source + first / this->args.steps, depth = first % this->args.steps;
     MatmulSource source = this->source(number);

@@ -20,8 +20,16 @@ struct Pushing<true> {
 };
 #endif
 
+// The bias of a tile's turn; 0: it has none.
+template <bool has>
+struct Biased {};
+template <>
+struct Biased<true> {
+  u64 bias = 0;
+};
+
 template <class Shape>
-struct Storer : TileSums<Shape>, Pushing<Shape::kPushes> {
+struct Storer : TileSums<Shape>, Pushing<Shape::kPushes>, Biased<Shape::kBias> {
   using Result = typename Shape::Result;
   using TileSums<Shape>::number, TileSums<Shape>::thread, TileSums<Shape>::sum, TileSums<Shape>::meet, TileSums<Shape>::release;
   u32 stores = 0, tiles = 0;  // `tiles`: made, and not told of
@@ -52,10 +60,12 @@ struct Storer : TileSums<Shape>, Pushing<Shape::kPushes> {
 #ifdef COMMDSL_PUSHED
     this->pushing = reinterpret_cast<const MatmulPush*>(this->args.pushes)[number];
 #endif
+    u32 matrices = turn.count;  // that are added
+    if constexpr (Shape::kBias) this->bias = bias_row(turn.count / kBiasRow), matrices %= kBiasRow;
     to = turn.result, to_matrix = turn.result_at, to_row = row, to_column = column;
 #pragma unroll
     for (u32 panel = 0; panel < Shape::kMade; ++panel) {
-      make_panel(held[panel % Shape::kHeld], panel, turn.count, stamps);
+      make_panel(held[panel % Shape::kHeld], panel, matrices, stamps);
       if (!Shape::kStoresLate || ends) store_panel(panel, held[panel % Shape::kHeld]);
     }
     if (Shape::kStoresLate && !ends) {
@@ -144,10 +154,10 @@ struct Storer : TileSums<Shape>, Pushing<Shape::kPushes> {
     const u32 c = column + own_column(i);
     value[0] = sum[i] * scale, value[1] = sum[i + 1] * scale;
     const bool inside = c < this->args.columns;
-    if (Shape::kBias && inside) add_bias(value, c);
+    if constexpr (Shape::kBias) add_bias(value, c, inside);
     if constexpr (Shape::kGated) {
       float up[2] = {sum[i + Shape::kSums / 2] * scale, sum[i + Shape::kSums / 2 + 1] * scale};
-      if (Shape::kBias && inside) add_bias(up, this->args.columns + c);
+      if constexpr (Shape::kBias) add_bias(up, this->args.columns + c, inside);
       for (u32 e = 0; e < 2; ++e) value[e] = value[e] / (1.0f + expf(-value[e])) * up[e];
     }
     if constexpr (Shape::kGelu) {
@@ -155,11 +165,15 @@ struct Storer : TileSums<Shape>, Pushing<Shape::kPushes> {
     }
   }
 
-  COMMDSL_FN void add_bias(float* value, u32 column) const {
+  COMMDSL_FN void add_bias(float* value, u32 column, bool inside) const {
+    if (!inside || !this->bias) return;
     u32 word;
-    load(word, reinterpret_cast<const char*>(this->args.bias) + 2 * u64{column});
+    load(word, reinterpret_cast<const char*>(this->bias) + 2 * u64{column});
     add_pair(value, word);
   }
+
+  // Counted from 1; 0: none.
+  COMMDSL_FN u64 bias_row(u32 row) const { return row == 0 ? 0 : this->args.bias + u64{row - 1} * this->args.columns * (Shape::kGated ? 4 : 2); }
 
   template <u32 sums>
   COMMDSL_FN void add_sums(u32 matrices, float (&value)[sums], Stamps& stamps) {

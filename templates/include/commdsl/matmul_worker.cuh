@@ -60,7 +60,8 @@ struct alignas(8) MatmulSource {
 
 // Those from `source` on, to matrix `result_at` of those at `result`, kElsewhere: to no place here; `count` matrices from `first` on are added. The words to wait for
 // before anything is added, and to count stored tiles in, and the matrix that the rows are copied to; -1: none.
-constexpr u16 kElsewhere = 0xffff;
+// Where any turn has a bias, `count` says of each which row of it, too, counted from 1, in steps of kBiasRow.
+constexpr u16 kElsewhere = 0xffff, kBiasRow = 0x100;
 struct alignas(16) MatmulTurn {
   u16 source, result, result_at, first, count;
   i16 sums_there, stored, copied_at;

@@ -1,0 +1,107 @@
+"""C597: what a product ends with is the last that is done to its results, and the same for all of a buffer.
+
+Assumes indices in bounds and no undefined reads. A bias that is added on its way to a sum is in it once a term, and the
+sum of what an activation made is not what it makes of the sum. Follows both through the schedule. Does not look at
+which rows and blocks are multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.checks.conservation import last_write
+from commdsl.checks.locations import Located, LocatedMoves, LocatedStep
+from commdsl.ir.functions import ACTIVATIONS, PLAIN
+from commdsl.language.diagnostics import Diagnostic, Label
+from commdsl.language.kinds import RETURNED
+from commdsl.language.records import dataclass
+
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Ends:
+    """Of every location, how many biases are in it, and which activation made it; 0: none."""
+
+    biases: Numbers
+    activation: Numbers
+
+    def at(self, locations: NDArray[np.integer]) -> Ends:
+        return Ends(self.biases[locations], self.activation[locations])
+
+    def put(self, locations: NDArray[np.integer], new: Ends) -> None:
+        self.biases[locations], self.activation[locations] = new.biases, new.activation
+
+
+def unfinished_results(located: Located) -> Iterator[Diagnostic]:
+    """The first statement that goes on with what is finished; or each buffer of results that end in several ways."""
+    if located.schedule.epilogues == {PLAIN}:
+        return
+    ends = Ends(np.zeros(located.size, np.int64), np.zeros(located.size, np.int64))
+    for step in located.steps:
+        if not isinstance(step, LocatedStep):
+            continue  # what the caller computes is C592
+        made = []
+        for moves in step.moves:
+            label = _goes_on(moves, ends)
+            if label:
+                yield _fault(Label(moves.moves.span, label), "let what follows a product be the last that is done")
+                return
+            made.append((moves.dest, _made(moves, ends)))
+        for dest, new in made:
+            ends.put(dest, new)
+    yield from _unlike(located, ends)
+
+
+def _goes_on(moves: LocatedMoves, ends: Ends) -> str:
+    """Why a statement may not do what it does with what it reads; nothing: it may."""
+    read = ends.at(moves.sources)
+    if moves.factors is not None and (read.biases.any() or read.activation.any()):
+        return "it multiplies what another product has finished"
+    is_sum = not moves.moves.copies and moves.factors is None
+    if is_sum and read.activation.any():
+        return f"it adds up what `{_name(read.activation)}` made"
+    if moves.moves.accumulate and ends.activation[moves.dest].any():
+        return f"it adds to what `{_name(ends.activation[moves.dest])}` made"
+    return ""
+
+
+def _made(moves: LocatedMoves, ends: Ends) -> Ends:
+    """What a statement writes."""
+    read, epilogue = ends.at(moves.sources), moves.moves.epilogue
+    biases, activation = read.biases.sum(axis=1), read.activation.max(axis=1)
+    if moves.moves.accumulate:
+        biases = biases + ends.biases[moves.dest]
+    if epilogue.activation is not None:
+        activation = np.full_like(activation, 1 + ACTIVATIONS.index(epilogue.activation))
+    return Ends(biases + (epilogue.bias is not None), activation)
+
+
+def _unlike(located: Located, ends: Ends) -> Iterator[Diagnostic]:
+    left = located.left()
+    for number, buffer in enumerate(located.schedule.buffers):
+        places = located.whole(number).ravel()
+        places = places[left[places]]
+        if buffer.kind not in RETURNED or not len(places):
+            continue
+        biases, activation = ends.biases[places], ends.activation[places]
+        wrong = np.flatnonzero((biases > 1) | (biases != biases[0]) | (activation != activation[0]))
+        if len(wrong):
+            at = int(wrong[0])
+            count, first = int(biases[at]), located.name(int(places[0]))
+            what = f"has a bias {count} times" if count > 1 else f"ends otherwise than {first}"
+            written = last_write(located, int(places[at]))
+            beside = () if written is None else (written,)
+            label = Label(buffer.span, f"{located.name(int(places[at]))} {what}")
+            yield _fault(label, "let all that is made of a buffer end alike, with one bias or none", beside)
+
+
+def _name(activation: Numbers) -> str:
+    return ACTIVATIONS[int(activation.max()) - 1]
+
+
+def _fault(label: Label, help: str, beside: tuple[Label, ...] = ()) -> Diagnostic:
+    return Diagnostic("C597", "a result is not what its products end with", label, beside, help=help)

@@ -1,0 +1,263 @@
+"""What products end with, a bias and an activation: the oracle, host ranks, the kernel's tables, beside float64 written
+from the language's README."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product as pairs
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_products import EXCHANGE, GATHER, REDUCE, RETURN, SCATTER, WITH_ROWS, given, wanted
+from test_visits import codes, with_phases
+
+from commdsl import compiler
+from commdsl.commands.trial import Settings, trial
+from commdsl.ir import interpret
+from commdsl.ir.functions import PLAIN
+from commdsl.ir.products import stopping
+from commdsl.machine.dtypes import BY_NAME
+from commdsl.machine.resources import data_dir
+from commdsl.program.launches import Visit
+
+torch = pytest.importorskip("torch")
+
+from fake_hopper import FakeHopper  # noqa: E402
+from thread_ranks import in_group  # noqa: E402 - after the check for torch
+
+import commdsl  # noqa: E402
+from commdsl.build.headers import include_dir  # noqa: E402
+from commdsl.program.pushed import NOTHING  # noqa: E402
+from commdsl.program.visited import visits  # noqa: E402
+from commdsl.runtime import fused, tensors  # noqa: E402
+from commdsl.runtime.errors import TensorError  # noqa: E402
+from commdsl.runtime.products import Cut, Finishing  # noqa: E402
+from commdsl.runtime.program import Port, Program  # noqa: E402
+
+FOLDER = data_dir("schedules") / "overlap"
+ROWS, DEPTH, COLUMNS = 4, 16, 12
+BIASED = (GATHER, WITH_ROWS, SCATTER, REDUCE, EXCHANGE, RETURN, "alltoall_matmul_rows")
+CASES = [(name, {"B": 1}) for name in BIASED]
+CASES += [(GATHER, {"B": biased, "A": activation}) for biased, activation in ((0, 1), (1, 1), (0, 2), (1, 2))]
+NAMES = [" ".join((name, *(f"{key}={value}" for key, value in params.items()))) for name, params in CASES]
+
+
+def numbers(name: str, ranks: int, params: dict[str, int]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Rows, weights and a bias of every rank: one row, or of weights for the columns of all ranks one for each."""
+    wide = COLUMNS * (2 if params.get("A") == 2 else 1)
+    x, w = given("alltoall_matmul" if name.startswith(RETURN) else name, ranks, ROWS, DEPTH, wide)
+    length = wide * (ranks if name == EXCHANGE else 1)
+    bias = [np.random.default_rng(200 + rank).integers(-3, 4, length).astype(np.float32) for rank in range(ranks)]
+    return x, w, bias if params.get("B") else []
+
+
+def due(name: str, params: dict[str, int], x: list[Any], w: list[Any], bias: list[Any]) -> list[Any]:
+    """By rank, in float64."""
+    found = [torch.tensor(one) for one in wanted(RETURN if name.startswith(RETURN) else name, x, w)]
+    if bias and name == REDUCE:  # who adds up a row adds its bias
+        found = [one + torch.tensor(np.stack(bias)).repeat_interleave(ROWS, 0) for one in found]
+    elif bias and name == EXCHANGE:  # who multiplies a row has its bias
+        blocks = [np.stack([one.reshape(len(x), -1)[rank] for one in bias]) for rank in range(len(x))]
+        found = [one + torch.tensor(block).repeat_interleave(ROWS, 0) for one, block in zip(found, blocks, strict=True)]
+    elif bias:
+        found = [one + torch.tensor(own) for one, own in zip(found, bias, strict=True)]
+    match params.get("A", 0):
+        case 1:
+            return [one * torch.special.ndtr(one) for one in found]
+        case 2:
+            return [one[:, :COLUMNS] * torch.sigmoid(one[:, :COLUMNS]) * one[:, COLUMNS:] for one in found]
+        case _:
+            return found
+
+
+@pytest.mark.parametrize(("name", "params"), CASES, ids=NAMES)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_oracle(name: str, params: dict[str, int], ranks: int) -> None:
+    """The meaning of the schedule, and of the one that stops at each product, are the same."""
+    schedule = compiler.check(FOLDER / f"{name}.comm", ranks=ranks, params=params).schedule
+    x, w, bias = numbers(name, ranks, params)
+    inputs = {"x": x, "w": w, **({"b": bias} if bias else {})}
+    found = interpret.run(schedule, inputs, BY_NAME["float64"], "sum").outputs
+    for made, wanted_here in zip(
+        found["c" if name in (GATHER, WITH_ROWS) else "y"], due(name, params, x, w, bias), strict=True
+    ):
+        np.testing.assert_allclose(made, wanted_here.numpy().ravel(), rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize(("name", "params"), CASES, ids=NAMES)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_calls(name: str, params: dict[str, int], dtype: str) -> None:
+    """On host ranks, in two pieces; whole numbers to the bit, where nothing but a bias is added."""
+    ranks, of = 3, getattr(torch, dtype)
+    op = commdsl.load(name, params={"C": 2, **params}, ranks=ranks)
+    x, w, bias = numbers(name, ranks, params)
+
+    def work(rank: int, group: str) -> Any:
+        made = op(*(torch.tensor(one[rank]).to(of) for one in (x, w, bias) if one), group=group)
+        return made[0] if isinstance(made, tuple) else made
+
+    near = (0.0, 0.0) if not params.get("A") else (1e-13, 1e-13) if dtype == "float64" else (2.0**-7, 2.0**-7)
+    for made, wanted_here in zip(in_group(ranks, work), due(name, params, x, w, bias), strict=True):
+        assert made.dtype == of
+        torch.testing.assert_close(made.double(), wanted_here.to(of).double(), rtol=near[0], atol=near[1])
+
+
+@pytest.mark.parametrize(("name", "params"), [CASES[4], CASES[-1]], ids=[NAMES[4], NAMES[-1]])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_run(name: str, params: dict[str, int], dtype: str) -> None:
+    """`commdsl run`: every launch on host ranks brings each product what the oracle has there, bit for bit."""
+    compiled = compiler.compile(FOLDER / f"{name}.comm", ranks=3, params={"C": 2, **params})
+    assert isinstance(compiled, compiler.CompiledSchedule)
+    assert trial(compiled, Settings(5000, dtype, None, False, False)).fault == ""
+
+
+def test_float8() -> None:
+    """A bias is of the type of results, not of rows."""
+    op = commdsl.load(GATHER, params={"B": 1, "A": 1}, ranks=2)
+    x, w, bias = numbers(GATHER, 2, {"B": 1, "A": 1})
+    scales = [torch.tensor(one) for one in (0.5, 0.25)]
+
+    def work(rank: int, group: str) -> Any:
+        rows, factor = (torch.tensor(one[rank]).to(torch.float8_e4m3fn) for one in (x, w))
+        return op(rows, factor, torch.tensor(bias[rank]).bfloat16(), *scales, group=group)
+
+    for rank, made in enumerate(in_group(2, work)):
+        total = torch.tensor(np.concatenate(x)).double() @ torch.tensor(w[rank]).double().t() * 0.125
+        total += torch.tensor(bias[rank])
+        torch.testing.assert_close(made.double(), total * torch.special.ndtr(total), rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_a_plan_that_ends_otherwise_is_refused(name: str) -> None:
+    """One product without its bias, or with another: the Plan does not compute the schedule."""
+    found = compiler.check(FOLDER / f"{name}.comm", ranks=3, params={"B": 1})
+    plan, stopped = found.visits, stopping(found.schedule).schedule
+    assert plan is not None
+    ends = [one for one in plan.phases if isinstance(one, Visit) and one.step.epilogue != PLAIN]
+    assert ends
+    for old in ends:
+        step = replace(old.step, reads=old.step.reads[:-1], epilogue=PLAIN)
+        other = replace(old, step=step, reads=old.reads[:-1])
+        assert codes(stopped, with_phases(plan, lambda one, old=old, other=other: other if one is old else one))
+
+
+@pytest.mark.parametrize(
+    ("what", "bias", "said"),
+    [
+        ("too short", torch.zeros(COLUMNS - 1), r"`b` is \(11,\), a number for each row of a factor \(12,\)"),
+        ("a matrix", torch.zeros(1, COLUMNS), r"`b` is \(1, 12\)"),
+        ("of another type", torch.zeros(COLUMNS).double(), "`b` is torch.float64, `w` torch.float32"),
+    ],
+)
+def test_what_is_no_bias(what: str, bias: Any, said: str) -> None:
+    """Refused, with what it is and what is wanted."""
+    op = commdsl.load(GATHER, params={"B": 1}, ranks=2)
+
+    def work(rank: int, group: str) -> None:
+        with pytest.raises(TensorError, match=said):
+            op(torch.zeros(ROWS, DEPTH), torch.zeros(COLUMNS, DEPTH), bias, group=group)
+
+    in_group(2, work)
+
+
+def test_a_gate_and_half_a_column() -> None:
+    """Weights of a SwiGLU have a row for each gate, and as many more."""
+    op = commdsl.load(GATHER, params={"A": 2}, ranks=2)
+
+    def work(rank: int, group: str) -> None:
+        with pytest.raises(TensorError, match="a gate and as many columns that it is multiplied with, not 7 in all"):
+            op(torch.zeros(ROWS, DEPTH), torch.zeros(7, DEPTH), group=group)
+
+    in_group(2, work)
+
+
+@pytest.mark.parametrize(("biased", "activation"), [*pairs((0, 1), (0, 1, 2))])
+def test_what_is_said(biased: int, activation: int) -> None:
+    """Each visit says what its product ends with."""
+    found = compiler.check(FOLDER / f"{GATHER}.comm", ranks=2, params={"B": biased, "A": activation})
+    words = ["bias"] * biased + ["", "gelu", "swiglu"][activation : activation + 1] * (activation > 0)
+    assert found.visits is not None
+    said = {one.step.epilogue.words for one in found.visits.phases if isinstance(one, Visit)}
+    assert said == {f" with {', '.join(words)}" if words else ""}
+
+
+# --- the kernel -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hopper(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of 12 SMs."""
+    made = FakeHopper(tmp_path_factory.mktemp("hopper"), include_dir())
+    with pytest.MonkeyPatch.context() as patch:
+        made.install(patch)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=12))
+        yield made
+
+
+class Held:
+    """What the products of a rank have in one call: given, come from elsewhere, or not made yet."""
+
+    def __init__(self, program: Program, rank: int, inputs: list[Any]) -> None:
+        assert program.visits is not None
+        self.visits, self.cut = program.visits, Cut(program.signature, program.visits, rank)
+        self.products = [one for one in visits(self.visits.plan) if isinstance(one, Visit)]
+        names = [port.name for port in self.visits.signature.inputs]
+        given_here = self.cut.given(inputs)
+        self.tensors: dict[Any, Any] = {}
+        whole: dict[str, Any] = {}
+        for kept in (kept for one in self.products for kept in (*one.reads, *one.writes)):
+            if kept.name in names:
+                self.tensors[kept] = given_here[names.index(kept.name)]
+                continue
+            of, at = self.cut.places[kept.name]
+            if of not in whole:
+                count = 1 + max(place for other, place in self.cut.places.values() if other == of)
+                shape = tensors.shapes(self.visits.signature, given_here, [Port(kept.name, 1, 0, kept.unit)])[0]
+                draw = torch.Generator().manual_seed(len(whole))
+                whole[of] = torch.randint(-2, 3, (count, *shape), generator=draw).to(torch.bfloat16)
+            self.tensors[kept] = whole[of][at]
+
+    def by_torch(self) -> list[Any]:
+        """Copies of what all products write."""
+        multiply = Finishing([one.step for one in self.products], ())
+        for number, one in enumerate(self.products):
+            out = [self.tensors[kept] for kept in one.writes]
+            multiply(number, *map(self.tensors.get, one.reads), out=tuple(out) if len(out) > 1 else out[0])
+        return [self.tensors[kept].clone() for one in self.products for kept in one.writes]
+
+    def by_the_kernel(self) -> list[Any]:
+        """All in one launch, of which all that travels has come."""
+        plan, (rows, factor) = self.visits.plan, map(self.tensors.get, self.products[0].reads[:2])
+        made = fused.Fused(plan, self.cut.places, rows, factor, torch.bfloat16, NOTHING)
+        words = torch.zeros(64, dtype=torch.int64)
+        words[: made._launches] = 1
+        streams = SimpleNamespace(
+            zeroed=lambda count, like: words.data_ptr(), launch=lambda kernel, launch, beside: kernel.launch(launch, 0)
+        )
+        written = [self.tensors[kept] for one in self.products for kept in one.writes]
+        for one in written:
+            one.fill_(torch.nan)
+        _, functions = made.over((), streams, self.tensors, ())  # type: ignore[arg-type]
+        functions["matmul"](0, out=None)
+        return written
+
+
+@pytest.mark.parametrize(("name", "params"), CASES, ids=NAMES)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_kernel(hopper: FakeHopper, name: str, params: dict[str, int], rank: int) -> None:
+    """Whose table says of each product which row of a bias it adds, if any, and which is given where that lies."""
+    program = commdsl.load(name, params={"C": 2, **params}, ranks=3).program(3)
+    columns = 48 if params.get("A") == 2 else 24
+    rows = 80 * (3 if name in (SCATTER, REDUCE) or name.startswith(RETURN) else 1)
+    sizes = [(rows, 64), (columns * (3 if name == EXCHANGE or name.startswith(RETURN) else 1), 64)]
+    sizes += [(columns * (3 if name == EXCHANGE else 1),)] if params.get("B") else []
+    draw = torch.Generator().manual_seed(rank)
+    inputs = [torch.randint(-2, 3, size, generator=draw).to(torch.bfloat16) for size in sizes]
+    held = Held(program, rank, inputs)
+    wanted_here = held.by_torch()
+    near = 2.0**-7 if params.get("A") else 0.0
+    for made, due_here in zip(held.by_the_kernel(), wanted_here, strict=True):
+        torch.testing.assert_close(made, due_here, rtol=near, atol=near)
