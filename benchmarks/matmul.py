@@ -230,7 +230,7 @@ def prepared(ours: Matmul, case: Case) -> Launch:
     bias = 0 if case.bias is None else case.bias.data_ptr()
     a, b, c, residual = (None if one is None else Matrices.of(one) for one in (case.a, case.b, case.c, case.residual))
     at = Addresses(bias, scales=tuple(scale.data_ptr() for scale in case.scales))
-    return ours.prepare([a], b, [c], residual, at)
+    return ours.prepare([a], b, [c], at=at, residual=residual)
 
 
 def build_ahead(wanted: Iterable[tuple[Product, Tiling]]) -> None:

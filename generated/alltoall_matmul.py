@@ -11,16 +11,17 @@ SOURCE = {  # the text that was proved, and what it uses
 # All-to-all, then matmul: every rank has some columns of all rows, as the heads of a whole sequence are, and gets its rows by all weights.
 # Its own columns are multiplied while those of the others come, in C pieces of the rows, and all are summed up where they are made.
 # P - 1 hops, (P - 1) n bytes per port, all of it beside the products but for what the first of them wait for.
-schedule alltoall_matmul(C = 1, B = 0) for P ranks where P >= 2 and C >= 1 {
+schedule alltoall_matmul(C = 1, B = 0, R = 0) for P ranks where P >= 2 and C >= 1 {
   input x[P blocks, C blocks]                  # all rows, this rank's columns
   input w[P blocks]                            # all weights, a block for the columns of each rank
   input b where B == 1                         # a bias, which is in every sum once
+  input t[C blocks] where R == 1               # and what this rank adds to its rows of it
   scratch s[P - 1 blocks, C blocks]            # this rank's rows, columns of the others
   output y[C blocks]                           # this rank's rows
   ensure each r, i in 0 ..< C { y[i] == sum(x[r, i] @ all)   y[i] == sum(w[q] for q in 0 ..< P) }
 
   for i in 0 ..< C {
-    each r { compute matmul(x[r, i], w[r] -> y[i]) with bias b where B == 1 }
+    each r { compute matmul(x[r, i], w[r] -> y[i]) with bias b where B == 1, residual t[i] where R == 1 }
     for d in 1 ..< P {
       each r { put x[(r + d) % P, i] -> s[d - 1, i] @ (r + d) % P }
       each r { reduce matmul(s[d - 1, i], w[(r - d) % P]) -> y[i] }

@@ -9,10 +9,11 @@ from typing import Any
 SOURCE = {  # the text that was proved, and what it uses
     'alltoall_matmul_rows.comm': """\
 # As alltoall_matmul, and what came is a result, too: a gradient of the weights is made of it.
-schedule alltoall_matmul_rows(C = 1, B = 0) for P ranks where P >= 2 and C >= 1 {
+schedule alltoall_matmul_rows(C = 1, B = 0, R = 0) for P ranks where P >= 2 and C >= 1 {
   input x[P blocks, C blocks]                  # all rows, this rank's columns
   input w[P blocks]                            # all weights, a block for the columns of each rank
   input b where B == 1                         # a bias, which is in every sum once
+  input t[C blocks] where R == 1               # and what this rank adds to its rows of it
   scratch s[P - 1 blocks, C blocks]            # this rank's rows, columns of the others
   output y[C blocks]                           # this rank's rows
   output g[P blocks, C blocks]                 # this rank's rows, a block for the columns of each rank
@@ -20,7 +21,7 @@ schedule alltoall_matmul_rows(C = 1, B = 0) for P ranks where P >= 2 and C >= 1 
   ensure alltoall(x -> g)
 
   for i in 0 ..< C {
-    each r { compute matmul(x[r, i], w[r] -> y[i]) with bias b where B == 1 }
+    each r { compute matmul(x[r, i], w[r] -> y[i]) with bias b where B == 1, residual t[i] where R == 1 }
     for d in 1 ..< P {
       each r { put x[(r + d) % P, i] -> s[d - 1, i] @ (r + d) % P }
       each r { reduce matmul(s[d - 1, i], w[(r - d) % P]) -> y[i] }

@@ -11,10 +11,11 @@ SOURCE = {  # the text that was proved, and what it uses
 # Matmul, then all-reduce, in C pieces of each rank's rows: what this rank makes for others leaves as soon as it is there; its own rows of a
 # piece are multiplied D pieces later, when what the others made of them has come, and are added up; the sums leave at once.
 # 2 (P - 1) hops, 2 (P - 1) n bytes per port, all of it beside the products but for the last piece's.
-schedule matmul_allreduce(C = 1, D = 2, B = 0) for P ranks where P >= 2 and C >= 1 and D >= 1 {
+schedule matmul_allreduce(C = 1, D = 2, B = 0, R = 0) for P ranks where P >= 2 and C >= 1 and D >= 1 {
   input x[P blocks, C blocks]                  # all rows, this rank's columns
   input w                                      # this rank's weights, a row for each column of y
   input b where B == 1                         # a bias, which is in every sum once
+  input t[P blocks, C blocks] where R == 1     # and what is added to it, alike on all ranks
   scratch c[P blocks, C blocks]                # products for the others
   scratch s[P - 1 blocks, C blocks]            # products of the others
   output y[P blocks, C blocks]
@@ -31,7 +32,9 @@ schedule matmul_allreduce(C = 1, D = 2, B = 0) for P ranks where P >= 2 and C >=
       }
     }
     if i >= D and i - D < C {
-      each r { compute matmul(x[r, i - D], w -> y[r, i - D]) with bias b where B == 1 }
+      each r {
+        compute matmul(x[r, i - D], w -> y[r, i - D]) with bias b where B == 1, residual t[r, i - D] where R == 1
+      }
       for d in 1 ..< P {
         each r { reduce s[d - 1, i - D] -> y[r, i - D] }
       }

@@ -11,10 +11,11 @@ SOURCE = {  # the text that was proved, and what it uses
 # Matmul, then reduce-scatter: what this rank makes for others leaves as soon as it is there, in C pieces; its own rows of a piece come D
 # pieces later, or when all of the others' are made, and what came is added to them. P - 1 hops, (P - 1) n bytes per port, all of it beside
 # the products but for the last piece's.
-schedule matmul_reducescatter(C = 1, D = C, B = 0) for P ranks where P >= 2 and C >= 1 and D >= 1 {
+schedule matmul_reducescatter(C = 1, D = C, B = 0, R = 0) for P ranks where P >= 2 and C >= 1 and D >= 1 {
   input x[P blocks, C blocks]                  # all rows, this rank's columns
   input w                                      # this rank's weights, a row for each column of y
   input b where B == 1                         # a bias, which is in every sum once
+  input t[C blocks] where R == 1               # and what this rank adds to its rows of it
   scratch c[P blocks, C blocks]                # products for the others
   scratch s[P - 1 blocks, C blocks]            # products of the others
   output y[C blocks]
@@ -31,7 +32,7 @@ schedule matmul_reducescatter(C = 1, D = C, B = 0) for P ranks where P >= 2 and 
       }
     }
     if i >= D and i - D < C {
-      each r { compute matmul(x[r, i - D], w -> y[i - D]) with bias b where B == 1 }
+      each r { compute matmul(x[r, i - D], w -> y[i - D]) with bias b where B == 1, residual t[i - D] where R == 1 }
       for d in 1 ..< P {
         each r { reduce s[d - 1, i - D] -> y[i - D] }
       }

@@ -26,7 +26,7 @@ from thread_ranks import in_group  # noqa: E402
 
 import commdsl  # noqa: E402
 from commdsl import overlap  # noqa: E402
-from commdsl.build.matmul import ELSEWHERE  # noqa: E402
+from commdsl.build.turns import ELSEWHERE  # noqa: E402
 from commdsl.ir.functions import PLAIN  # noqa: E402
 from commdsl.overlap import programs  # noqa: E402
 from commdsl.overlap.auto import OPERATORS, Product  # noqa: E402
@@ -38,6 +38,7 @@ from commdsl.runtime.driver import play  # noqa: E402
 from commdsl.runtime.errors import BrokenGroupError  # noqa: E402
 from commdsl.runtime.products import Finishing, Multiplying, multiply  # noqa: E402
 from commdsl.runtime.stream_order import MARKED_CALLS  # noqa: E402
+from commdsl.runtime.turns import products_of, summed  # noqa: E402
 
 RANKS, PIECES = 2, 2
 SIZE = (2 * PIECES, 8, 16)
@@ -99,7 +100,7 @@ class Products(fused.Fused):
         return SimpleNamespace(blocks=1, threads=1, cluster=1, pointers=start)
 
     def _make(self, number: int, held: Mapping[Any, Any], pushed: list[Any]) -> None:
-        turn, products = self._turns[number], fused._summed(self._products)[number]
+        turn, products = self._turns[number], summed(self._products)[number]
         steps = [one.step for one in products]
         make = Finishing(steps, ()) if len(steps) > 1 or steps[0].epilogue != PLAIN else multiply
         for at, one in enumerate(products):
@@ -163,7 +164,7 @@ def made(gpu: FakeGpu, room: Room, monkeypatch: pytest.MonkeyPatch) -> list[Agai
         plain(one, *given)
         _, communicator, program, _, inputs = given
         plan, pushed = program.visits.plan, one._pushed(program.visits)
-        operands = fused._products(plan)[0].reads[:2]
+        operands = products_of(plan)[0].reads[:2]
         rows, factor = (one._cut.operand(kept, one._cut.given(inputs)) for kept in operands)
         one._fused = Products(gpu, plan, one._cut.places, rows, factor, rows.dtype, pushed)
         one._again, one._alone = Again(communicator), communicator.gate.alone

@@ -41,35 +41,47 @@ ROWS, DEPTH, COLUMNS = 4, 16, 12
 BIASED = (GATHER, WITH_ROWS, SCATTER, REDUCE, EXCHANGE, RETURN, "alltoall_matmul_rows")
 CASES = [(name, {"B": 1}) for name in BIASED]
 CASES += [(GATHER, {"B": biased, "A": activation}) for biased, activation in ((0, 1), (1, 1), (0, 2), (1, 2))]
+CASES += [(name, {"B": biased, "R": 1}) for name in (SCATTER, REDUCE, RETURN) for biased in (0, 1)]
 NAMES = [" ".join((name, *(f"{key}={value}" for key, value in params.items()))) for name, params in CASES]
 
 
-def numbers(name: str, ranks: int, params: dict[str, int]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Rows, weights and a bias of every rank: one row, or of weights for the columns of all ranks one for each."""
+Of = dict[str, list[Any]]
+"""By input, of every rank."""
+
+
+def numbers(name: str, ranks: int, params: dict[str, int]) -> Of:
+    """Rows, weights, a bias (one row, or of weights for the columns of all ranks one for each) and a residual."""
     wide = COLUMNS * (2 if params.get("A") == 2 else 1)
     x, w = given("alltoall_matmul" if name.startswith(RETURN) else name, ranks, ROWS, DEPTH, wide)
-    length = wide * (ranks if name == EXCHANGE else 1)
-    bias = [np.random.default_rng(200 + rank).integers(-3, 4, length).astype(np.float32) for rank in range(ranks)]
-    return x, w, bias if params.get("B") else []
+    sizes = {"b": (wide * (ranks if name == EXCHANGE else 1),), "t": (ROWS * (ranks if name == REDUCE else 1), COLUMNS)}
+    found = {"x": x, "w": w}
+    for number, (key, asked) in enumerate((("b", "B"), ("t", "R"))):
+        if params.get(asked):
+            seeds = [200 + 10 * number + rank for rank in range(ranks)]
+            found[key] = [np.random.default_rng(seed).integers(-3, 4, sizes[key]).astype(np.float32) for seed in seeds]
+    return found
 
 
-def due(name: str, params: dict[str, int], x: list[Any], w: list[Any], bias: list[Any]) -> list[Any]:
+def due(name: str, params: dict[str, int], of: Of) -> list[Any]:
     """By rank, in float64."""
+    x, w, bias = of["x"], of["w"], of.get("b")
     found = [torch.tensor(one) for one in wanted(RETURN if name.startswith(RETURN) else name, x, w)]
-    if bias and name == REDUCE:  # who adds up a row adds its bias
+    if bias is not None and name == REDUCE:  # who adds up a row adds its bias
         found = [one + torch.tensor(np.stack(bias)).repeat_interleave(ROWS, 0) for one in found]
-    elif bias and name == EXCHANGE:  # who multiplies a row has its bias
+    elif bias is not None and name == EXCHANGE:  # who multiplies a row has its bias
         blocks = [np.stack([one.reshape(len(x), -1)[rank] for one in bias]) for rank in range(len(x))]
         found = [one + torch.tensor(block).repeat_interleave(ROWS, 0) for one, block in zip(found, blocks, strict=True)]
-    elif bias:
+    elif bias is not None:
         found = [one + torch.tensor(own) for one, own in zip(found, bias, strict=True)]
     match params.get("A", 0):
         case 1:
-            return [one * torch.special.ndtr(one) for one in found]
+            found = [one * torch.special.ndtr(one) for one in found]
         case 2:
-            return [one[:, :COLUMNS] * torch.sigmoid(one[:, :COLUMNS]) * one[:, COLUMNS:] for one in found]
-        case _:
-            return found
+            found = [one[:, :COLUMNS] * torch.sigmoid(one[:, :COLUMNS]) * one[:, COLUMNS:] for one in found]
+    residual = of.get("t", [np.zeros(())] * len(x))
+    if residual[0].ndim and name == REDUCE:  # and its own part of the residual
+        residual = [np.concatenate([np.split(one, len(x))[rank] for rank, one in enumerate(residual)])] * len(x)
+    return [one + torch.tensor(own) for one, own in zip(found, residual, strict=True)]
 
 
 @pytest.mark.parametrize(("name", "params"), CASES, ids=NAMES)
@@ -77,11 +89,10 @@ def due(name: str, params: dict[str, int], x: list[Any], w: list[Any], bias: lis
 def test_the_oracle(name: str, params: dict[str, int], ranks: int) -> None:
     """The meaning of the schedule, and of the one that stops at each product, are the same."""
     schedule = compiler.check(FOLDER / f"{name}.comm", ranks=ranks, params=params).schedule
-    x, w, bias = numbers(name, ranks, params)
-    inputs = {"x": x, "w": w, **({"b": bias} if bias else {})}
+    inputs = numbers(name, ranks, params)
     found = interpret.run(schedule, inputs, BY_NAME["float64"], "sum").outputs
     for made, wanted_here in zip(
-        found["c" if name in (GATHER, WITH_ROWS) else "y"], due(name, params, x, w, bias), strict=True
+        found["c" if name in (GATHER, WITH_ROWS) else "y"], due(name, params, inputs), strict=True
     ):
         np.testing.assert_allclose(made, wanted_here.numpy().ravel(), rtol=1e-14, atol=1e-14)
 
@@ -92,19 +103,19 @@ def test_calls(name: str, params: dict[str, int], dtype: str) -> None:
     """On host ranks, in two pieces; whole numbers to the bit, where nothing but a bias is added."""
     ranks, of = 3, getattr(torch, dtype)
     op = commdsl.load(name, params={"C": 2, **params}, ranks=ranks)
-    x, w, bias = numbers(name, ranks, params)
+    inputs = numbers(name, ranks, params)
 
     def work(rank: int, group: str) -> Any:
-        made = op(*(torch.tensor(one[rank]).to(of) for one in (x, w, bias) if one), group=group)
+        made = op(*(torch.tensor(one[rank]).to(of) for one in inputs.values()), group=group)
         return made[0] if isinstance(made, tuple) else made
 
     near = (0.0, 0.0) if not params.get("A") else (1e-13, 1e-13) if dtype == "float64" else (2.0**-7, 2.0**-7)
-    for made, wanted_here in zip(in_group(ranks, work), due(name, params, x, w, bias), strict=True):
+    for made, wanted_here in zip(in_group(ranks, work), due(name, params, inputs), strict=True):
         assert made.dtype == of
         torch.testing.assert_close(made.double(), wanted_here.to(of).double(), rtol=near[0], atol=near[1])
 
 
-@pytest.mark.parametrize(("name", "params"), [CASES[4], CASES[-1]], ids=[NAMES[4], NAMES[-1]])
+@pytest.mark.parametrize(("name", "params"), [CASES[4], CASES[10], CASES[-3]], ids=[NAMES[4], NAMES[10], NAMES[-3]])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_run(name: str, params: dict[str, int], dtype: str) -> None:
     """`commdsl run`: every launch on host ranks brings each product what the oracle has there, bit for bit."""
@@ -116,7 +127,7 @@ def test_run(name: str, params: dict[str, int], dtype: str) -> None:
 def test_float8() -> None:
     """A bias is of the type of results, not of rows."""
     op = commdsl.load(GATHER, params={"B": 1, "A": 1}, ranks=2)
-    x, w, bias = numbers(GATHER, 2, {"B": 1, "A": 1})
+    x, w, bias = numbers(GATHER, 2, {"B": 1, "A": 1}).values()
     scales = [torch.tensor(one) for one in (0.5, 0.25)]
 
     def work(rank: int, group: str) -> Any:
@@ -131,7 +142,7 @@ def test_float8() -> None:
 
 @pytest.mark.parametrize("name", BIASED)
 def test_a_plan_that_ends_otherwise_is_refused(name: str) -> None:
-    """One product without its bias, or with another: the Plan does not compute the schedule."""
+    """One product without its bias: the Plan does not compute the schedule."""
     found = compiler.check(FOLDER / f"{name}.comm", ranks=3, params={"B": 1})
     plan, stopped = found.visits, stopping(found.schedule).schedule
     assert plan is not None
@@ -141,6 +152,17 @@ def test_a_plan_that_ends_otherwise_is_refused(name: str) -> None:
         step = replace(old.step, reads=old.step.reads[:-1], epilogue=PLAIN)
         other = replace(old, step=step, reads=old.reads[:-1])
         assert codes(stopped, with_phases(plan, lambda one, old=old, other=other: other if one is old else one))
+
+
+def test_what_is_no_residual() -> None:
+    """It is as large as what is made."""
+    op = commdsl.load(SCATTER, params={"R": 1}, ranks=2)
+
+    def work(rank: int, group: str) -> None:
+        with pytest.raises(TensorError, match=r"`t` is \(8, 12\), as what is made \(4, 12\)"):
+            op(torch.zeros(2 * ROWS, DEPTH), torch.zeros(COLUMNS, DEPTH), torch.zeros(2 * ROWS, COLUMNS), group=group)
+
+    in_group(2, work)
 
 
 @pytest.mark.parametrize(
@@ -254,6 +276,7 @@ def test_the_kernel(hopper: FakeHopper, name: str, params: dict[str, int], rank:
     rows = 80 * (3 if name in (SCATTER, REDUCE) or name.startswith(RETURN) else 1)
     sizes = [(rows, 64), (columns * (3 if name == EXCHANGE or name.startswith(RETURN) else 1), 64)]
     sizes += [(columns * (3 if name == EXCHANGE else 1),)] if params.get("B") else []
+    sizes += [(rows if name == REDUCE else rows // 3, columns)] if params.get("R") else []
     draw = torch.Generator().manual_seed(rank)
     inputs = [torch.randint(-2, 3, size, generator=draw).to(torch.bfloat16) for size in sizes]
     held = Held(program, rank, inputs)

@@ -99,7 +99,7 @@ FORMS = {
     "plain": Product(8, 8, 8),
     "to float32": Product(8, 8, 8, dtype="float16", result="float32", a_deep=False, b_deep=False),
     "copies": Product(8, 8, 8, b_deep=False, copies=True),
-    "gelu": Product(8, 8, 8, bias=True, gelu=True, residual=True),
+    "gelu": Product(8, 8, 8, bias=True, gelu=True, adds=True),
     "gated": Product(8, 8, 8, gated=True),
     "float8": Product(8, 8, 16, dtype=FLOAT8, result="float16", residual=True),
 }

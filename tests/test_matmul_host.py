@@ -16,22 +16,23 @@ torch = pytest.importorskip("torch")
 from fake_hopper import FakeHopper, Move  # noqa: E402 - after the check for torch
 
 from commdsl.build.headers import include_dir  # noqa: E402
-from commdsl.build.matmul import ELSEWHERE, FLOAT8, Product, Push, Source, Tiling, Turn, cut_tiles, stores  # noqa: E402
+from commdsl.build.matmul import FLOAT8, Product, Tiling, cut_tiles, stores  # noqa: E402
+from commdsl.build.turns import ELSEWHERE, Push, Source, Turn  # noqa: E402
 from commdsl.runtime.matmul import Addresses, Matmul, Matrices  # noqa: E402
 
 P = Product
 FORMS = {
     "sums of products": (P(0, 0, 0, bias=True, turns=2, sources=3), Tiling(64, 1, 4)),
-    "clusters of rows": (P(0, 0, 0, bias=True, gelu=True, residual=True, turns=2), Tiling(80, 2, 4)),
-    "stored late": (P(0, 0, 0, residual=True, turns=2), Tiling(256, 2, 4)),
-    "clusters of the depth": (P(0, 0, 0, residual=True, turns=2, sources=2), Tiling(96, 1, split=3)),
+    "clusters of rows": (P(0, 0, 0, bias=True, gelu=True, residual=True, adds=True, turns=2), Tiling(80, 2, 4)),
+    "stored late": (P(0, 0, 0, residual=True, adds=True, turns=2), Tiling(256, 2, 4)),
+    "clusters of the depth": (P(0, 0, 0, adds=True, turns=2, sources=2), Tiling(96, 1, split=3)),
     "float8": (P(0, 0, 0, FLOAT8, residual=True, turns=2, sources=2), Tiling(96, 1, 2)),
     "256 rows": (P(0, 0, 0, residual=True), Tiling(80, 1, 2, rows=256)),
     "gated, with time stamps": (P(0, 0, 0, bias=True, gated=True), Tiling(128, 2)),
     "by columns, to float32": (P(0, 0, 0, "float16", "float32", a_deep=False, b_deep=False), Tiling(128, 1, 2)),
-    "pushed, stored late": (P(0, 0, 0, residual=True, pushed=3, turns=3), Tiling(256, 2, 4)),
-    "pushed, clusters of the depth": (P(0, 0, 0, residual=True, pushed=4, turns=3), Tiling(96, 1, split=4)),
-    "pushed, 256 rows": (P(0, 0, 0, bias=True, residual=True, pushed=2, turns=2), Tiling(160, 1, 2, rows=256)),
+    "pushed, stored late": (P(0, 0, 0, adds=True, pushed=3, turns=3), Tiling(256, 2, 4)),
+    "pushed, clusters of the depth": (P(0, 0, 0, residual=True, adds=True, pushed=4, turns=3), Tiling(96, 1, split=4)),
+    "pushed, 256 rows": (P(0, 0, 0, bias=True, adds=True, pushed=2, turns=2), Tiling(160, 1, 2, rows=256)),
     "copies, stored late": (P(0, 0, 0, copies=True, turns=3), Tiling(256, 2, 4)),
     "copies, clusters of the depth": (P(0, 0, 0, b_deep=False, copies=True, turns=2), Tiling(128, 1, split=2)),
 }
@@ -80,14 +81,15 @@ class Case:
     def _turn(self, number: int) -> Turn:
         """Rows that come are of one tensor, those that are there of another."""
         if self.is_alone:  # as the kernel has it
-            return Turn(count=int(self.product.residual), bias=self.product.bias - 1)
+            return Turn(count=int(self.product.adds), bias=self.product.bias - 1, residual=self.product.residual)
         sources = tuple(self._source(number * self.product.sources + at) for at in range(self.product.sources))
-        count = self.dice.randrange(3) if self.product.residual else 0
+        count = self.dice.randrange(3) if self.product.adds else 0
         copied = self.dice.choice((-1, self.product.turns - 1 - number)) if self.product.copies else -1
         push = self._push(number) if self.product.pushed else Push()
         result = ELSEWHERE if push.count and self.dice.randrange(2) else (self.dice.randrange(2), number)
         bias = self.dice.randrange(-1, BIASES) if self.product.bias else -1
-        return Turn(sources, result, 2 * number, count, self._word(), number, copied, push, bias)
+        residual = self.product.residual and result != ELSEWHERE and self.dice.randrange(2) > 0
+        return Turn(sources, result, 2 * number, count, self._word(), number, copied, push, bias, residual)
 
     def _push(self, turn: int) -> Push:
         """To as many places as are drawn, in each to a matrix of the turn's own."""
@@ -134,6 +136,7 @@ class Tensors:
         self.w = self._whole(FACTORS, columns, depth, dtype, deep=product.b_deep)
         self.sums = self._whole(2 * product.turns, product.rows, product.columns, self.result)
         self.bias = self._whole(1, BIASES, columns, self.result)[0]
+        self.residual = self._whole(product.turns, product.rows, product.columns, self.result)
         self.scales = [torch.tensor(one) for one in SCALES]
         self.words = torch.zeros(case.words, dtype=torch.int64)
         self.rows, self.added = [nothing(self.x), nothing(self.x)], nothing(self.sums)
@@ -167,7 +170,9 @@ class Tensors:
         )
         w, sums, kept = (Matrices.of(one) for one in (self.w, self.added, self.kept))
         rows, made = ([Matrices.of(one) for one in both] for both in (self.rows, self.made))
-        kernel(kernel.prepare(rows, w, made, sums, beside, kept, [Matrices.of(one) for one in self.pushed]))
+        pushed = [Matrices.of(one) for one in self.pushed]
+        residual = Matrices.of(self.residual) if product.residual else None
+        kernel(kernel.prepare(rows, w, made, sums, beside, kept, pushed, residual))
         return stamps
 
     def call(self, hopper: FakeHopper, kernel: Matmul) -> None:
@@ -230,7 +235,8 @@ class Tensors:
             total = torch.nn.functional.silu(gate) * up
         if product.gelu:
             total = torch.nn.functional.gelu(total)
-        return (total + self.sums[turn.first : turn.first + turn.count].double().sum(0)).to(self.result)
+        total = total + self.sums[turn.first : turn.first + turn.count].double().sum(0)
+        return (total + (self.residual[turn.result[1]].double() if turn.residual else 0)).to(self.result)
 
     def _tolerance(self) -> dict[str, float]:
         """To the bit, but where an activation is computed: to its last bit."""

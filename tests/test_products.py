@@ -34,6 +34,7 @@ from commdsl.runtime.host import HostCommunicator  # noqa: E402
 from commdsl.runtime.products import Cut, multiply  # noqa: E402
 from commdsl.runtime.streams import OneStream  # noqa: E402
 from commdsl.runtime.tensors import is_deep  # noqa: E402
+from commdsl.runtime.turns import are_copies_left, turns_of  # noqa: E402
 
 FOLDER = data_dir("schedules") / "overlap"
 GATHER, SCATTER, REDUCE = "allgather_matmul", "matmul_reducescatter", "matmul_allreduce"
@@ -309,7 +310,7 @@ def test_turns() -> None:
     made = commdsl.load(EXCHANGE, params={"C": pieces}, ranks=ranks).program(ranks)
     assert made.visits is not None
     for rank in range(ranks):
-        turns = list(fused.turns_of(made.visits.plan, Cut(made.signature, made.visits, rank).places))
+        turns = list(turns_of(made.visits.plan, Cut(made.signature, made.visits, rank).places))
         order = [(rank + d) % ranks for d in (1, 2, 3)]  # its own columns come last
         assert [turn.sources[0].factor for turn in turns] == [block for block in order for _ in range(pieces)]
         assert [turn.sources[0].rows for turn in turns] == [(0, piece) for _ in order for piece in range(pieces)]
@@ -325,7 +326,7 @@ def test_turns_of_sums() -> None:
     made = commdsl.load(RETURN, params={"C": pieces}, ranks=ranks).program(ranks)
     assert made.visits is not None
     for rank in range(ranks):
-        turns = list(fused.turns_of(made.visits.plan, Cut(made.signature, made.visits, rank).places))
+        turns = list(turns_of(made.visits.plan, Cut(made.signature, made.visits, rank).places))
         assert [turn.result for turn in turns] == [(0, piece) for piece in range(pieces)]
         assert {(turn.count, turn.sums_there, turn.stored) for turn in turns} == {(0, -1, -1)}
         for piece, turn in enumerate(turns):
@@ -345,7 +346,7 @@ def test_products_copy_what_they_read() -> None:
     assert made.visits is not None
     assert len(launches(made.visits.plan)) == (ranks - 1) * pieces
     for rank in range(ranks):
-        turns = list(fused.turns_of(made.visits.plan, Cut(made.signature, made.visits, rank).places))
+        turns = list(turns_of(made.visits.plan, Cut(made.signature, made.visits, rank).places))
         order = [(rank - s) % ranks for s in range(ranks)]  # its own come first
         assert [turn.copied for turn in turns] == [pieces * of + piece for of in order for piece in range(pieces)]
         assert [turn.copied for turn in turns] == [turn.result[1] for turn in turns]
@@ -384,7 +385,7 @@ def test_copies_that_are_sent_on_are_not_of_the_kernel(tmp_path: Path) -> None:
         assert made.visits is not None
         products = [one for one in visits(made.visits.plan) if isinstance(one, Visit)]
         assert [len(one.writes) for one in products] == [2, 2, 2]  # each copies
-        assert fused.are_copies_left(made.visits.plan) == are_left
+        assert are_copies_left(made.visits.plan) == are_left
 
 
 def test_rounded_once() -> None:

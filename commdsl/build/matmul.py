@@ -10,7 +10,6 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache as memoize
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -32,10 +31,7 @@ HELD = {1: 132, 2: 66, 3: 38, 4: 28}
 _LINE, _PANEL, _MARKS = 128, 64 * 128, 256 + 4 * 48
 _SHARED = 227 * 1024
 _PIECE = np.dtype([("tile", "<u2", 2), ("depth", "<u2", 2), ("slot", "<i4"), ("parts", "<i2"), ("turn", "<u2")])
-_TAKEN, _NO_TURN, _BIAS = 2, 0xFFFF, 0x100
-_SOURCE = struct.Struct("<3Hh")
-_TURN = struct.Struct("<5H3h")
-_PUSH = struct.Struct("<3Hh")
+_TAKEN, _NO_TURN = 2, 0xFFFF
 _PUSHES = struct.Struct("<Q56x")
 _ARGUMENTS = struct.Struct("<11Q4IQ16x")
 _ENOUGH = 4  # stages: what is read comes in time
@@ -109,10 +105,10 @@ class Tiling:
 class Product:
     """C [rows, columns] = A x B in `dtype`, C in `result`; `turns` such products, each by one of the matrices of B, or
     the sum of as many as there are `sources`, which share the depth. A lies as [rows, depth] where it is `a_deep`, else
-    as [depth, rows]; B as [columns, depth] where it is `b_deep`. On the float32 sum: bias, then an activation, then the
-    residual. Gated, B has twice the columns, and silu(first half) * second half is what comes of them. Of float8 the
-    sum is multiplied with two scales first. It `copies` A, too. What it makes may go to so many places that are
-    `pushed` to, peers', as turns say.
+    as [depth, rows]; B as [columns, depth] where it is `b_deep`. On the float32 sum: bias, then an activation, then
+    what it `adds`, results of others, and a residual. Gated, B has twice the columns, and silu(first half) * second
+    half is what comes of them. Of float8 the sum is multiplied with two scales first. It `copies` A, too. What it makes
+    may go to so many places that are `pushed` to, peers', as turns say.
     """
 
     rows: int
@@ -126,6 +122,7 @@ class Product:
     gelu: bool = False
     gated: bool = False
     residual: bool = False
+    adds: bool = False
     copies: bool = False
     pushed: int = 0
     turns: int = 1
@@ -133,7 +130,7 @@ class Product:
 
     def __post_init__(self) -> None:
         assert self.dtype != FLOAT8 or (self.a_deep and self.b_deep), "float8 is multiplied where it is deep"
-        is_plain = self.a_deep and not self.residual and self.sources == 1
+        is_plain = self.a_deep and not (self.residual or self.adds) and self.sources == 1
         assert not self.copies or is_plain, "rows are copied as they lie, of one source, and nothing is added"
 
     def defines(self) -> tuple[str, ...]:
@@ -186,6 +183,7 @@ def emitted(product: Product, tiling: Tiling, *, is_stamped: bool = False) -> Em
         product.gelu,
         product.gated,
         product.residual,
+        product.adds,
         product.copies,
         product.pushed,
     )
@@ -203,6 +201,7 @@ _FIELDS = (
     "bias",
     "gelu",
     "gated",
+    "residual",
     "adds",
     "copies",
     "pushed",
@@ -312,68 +311,6 @@ def slot_bytes(tiling: Tiling) -> int:
     return 4 * tiling.rows * tiling.columns * tiling.cluster
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Rows, matrix `rows[1]` of tensor `rows[0]`, that are multiplied by matrix `factor` of B. `there`: the word of the
-    call that says that they are, -1 for none.
-    """
-
-    rows: tuple[int, int] = (0, 0)
-    factor: int = 0
-    there: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Push:
-    """Where the result of a turn goes besides: matrix `at` of those at `count` places that are pushed to, from `first`
-    on. `there`: the word of the call that says that these may be written, -1 for none.
-    """
-
-    first: int = 0
-    count: int = 0
-    at: int = 0
-    there: int = -1
-
-
-ELSEWHERE = (0xFFFF, 0)
-"""The result of a turn that is pushed alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One of the products of a launch, or a sum of several; `result` as rows are, or ELSEWHERE. `count` matrices of the
-    sums, from `first` on, are added. Words of the call: the one that says that they are there, and the one in which
-    stored tiles are counted, `stores` in all. `copied`: the matrix for the rows; `bias`: the row of it. -1: none.
-    """
-
-    sources: tuple[Source, ...] = (Source(),)
-    result: tuple[int, int] = (0, 0)
-    first: int = 0
-    count: int = 0
-    sums_there: int = -1
-    stored: int = -1
-    copied: int = -1
-    push: Push = Push()
-    bias: int = -1
-
-
-def packed_pushes(turns: Sequence[Turn]) -> bytes:
-    """The kernel's table of what is pushed, by turn."""
-    return b"".join(_PUSH.pack(one.push.first, one.push.count, one.push.at, one.push.there) for one in turns)
-
-
-def packed_turns(turns: Sequence[Turn]) -> tuple[bytes, bytes]:
-    """The kernel's tables of turns and of all their sources."""
-    sources = [source for turn in turns for source in turn.sources]
-    firsts = accumulate((len(turn.sources) for turn in turns), initial=0)
-    return b"".join(
-        _TURN.pack(
-            at, *one.result, one.first, one.count + (one.bias + 1) * _BIAS, one.sums_there, one.stored, one.copied
-        )
-        for at, one in zip(firsts, turns, strict=False)
-    ), b"".join(_SOURCE.pack(*one.rows, one.factor, one.there) for one in sources)
-
-
 def stores(product: Product, tiling: Tiling) -> int:
     """What is counted when all of a turn is stored: each multiplier of a block counts its own."""
     high, wide, _ = product.tiles(tiling)
@@ -392,7 +329,7 @@ def packed(
     """The kernel's one argument: two maps of A, one of B, two of C and one of sums, the addresses of pieces, claims,
     turns, sources, words, bias, partials, flags and two scales, how long a block waits for what others do, the size of
     C, how much there is to take, the stages of a source, the address of time stamps, and another map, of copies of A;
-    of a product that is pushed then maps of where, and the address of the table of that.
+    with a residual that of it; of a product that is pushed then maps of where, and the address of the table of that.
     """
     sizes = product.rows, product.columns, entries, product.source_stages
     first, behind = maps[:6], maps[6:]

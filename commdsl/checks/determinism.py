@@ -126,7 +126,9 @@ def _computed(moves: LocatedMoves, rows: Hashes, hashes: Hashes) -> Hashes:
     if moves.factors is not None:
         made = mix(mix(rows ^ PRODUCT) + hashes[moves.factors])
         ends = mix(made + np.uint64(ENDS.index(moves.moves.epilogue.activation)))
-        return ends if moves.biases is None else mix(ends + hashes[moves.biases])
+        for beside in () if moves.beside is None else moves.beside.T:
+            ends = mix(ends + hashes[beside])
+        return ends
     if moves.moves.applied is not None:
         return mix(rows ^ NORMED ^ np.uint64(moves.moves.applied.result))
     return rows

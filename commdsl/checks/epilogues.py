@@ -1,8 +1,8 @@
 """C597: what a product ends with is the last that is done to its results, and the same for all of a buffer.
 
-Assumes indices in bounds and no undefined reads. A bias that is added on its way to a sum is in it once a term, and the
-sum of what an activation made is not what it makes of the sum. Follows both through the schedule. Does not look at
-which rows and blocks are multiplied.
+Assumes indices in bounds and no undefined reads. A bias, or a residual, that is added on the way to a sum is in it
+once a term, and the sum of what an activation made is not what it makes of the sum. Follows both through the schedule.
+Does not look at which rows and blocks are multiplied.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Ends:
-    """Of every location, how many biases are in it, and which activation made it; 0: none."""
+    """Of every location, how many biases and residuals are in it, and which activation made it; 0: none."""
 
-    biases: Numbers
-    activation: Numbers
+    added: Numbers  # (n, 2)
+    activation: Numbers  # (n,)
 
     def at(self, locations: NDArray[np.integer]) -> Ends:
-        return Ends(self.biases[locations], self.activation[locations])
+        return Ends(self.added[locations], self.activation[locations])
 
     def put(self, locations: NDArray[np.integer], new: Ends) -> None:
-        self.biases[locations], self.activation[locations] = new.biases, new.activation
+        self.added[locations], self.activation[locations] = new.added, new.activation
 
 
 def unfinished_results(located: Located) -> Iterator[Diagnostic]:
     """The first statement that goes on with what is finished; or each buffer of results that end in several ways."""
     if located.schedule.epilogues == {PLAIN}:
         return
-    ends = Ends(np.zeros(located.size, np.int64), np.zeros(located.size, np.int64))
+    ends = Ends(np.zeros((located.size, 2), np.int64), np.zeros(located.size, np.int64))
     for step in located.steps:
         if not isinstance(step, LocatedStep):
             continue  # what the caller computes is C592
@@ -59,7 +59,7 @@ def unfinished_results(located: Located) -> Iterator[Diagnostic]:
 def _goes_on(moves: LocatedMoves, ends: Ends) -> str:
     """Why a statement may not do what it does with what it reads; nothing: it may."""
     read = ends.at(moves.sources)
-    if moves.factors is not None and (read.biases.any() or read.activation.any()):
+    if moves.factors is not None and (read.added.any() or read.activation.any()):
         return "it multiplies what another product has finished"
     is_sum = not moves.moves.copies and moves.factors is None
     if is_sum and read.activation.any():
@@ -72,12 +72,13 @@ def _goes_on(moves: LocatedMoves, ends: Ends) -> str:
 def _made(moves: LocatedMoves, ends: Ends) -> Ends:
     """What a statement writes."""
     read, epilogue = ends.at(moves.sources), moves.moves.epilogue
-    biases, activation = read.biases.sum(axis=1), read.activation.max(axis=1)
+    added, activation = read.added.sum(axis=1), read.activation.max(axis=1)
     if moves.moves.accumulate:
-        biases = biases + ends.biases[moves.dest]
+        added = added + ends.added[moves.dest]
     if epilogue.activation is not None:
         activation = np.full_like(activation, 1 + ACTIVATIONS.index(epilogue.activation))
-    return Ends(biases + (epilogue.bias is not None), activation)
+    more = np.array((epilogue.bias is not None, epilogue.residual is not None))
+    return Ends(added + more, activation)
 
 
 def _unlike(located: Located, ends: Ends) -> Iterator[Diagnostic]:
@@ -87,16 +88,19 @@ def _unlike(located: Located, ends: Ends) -> Iterator[Diagnostic]:
         places = places[left[places]]
         if buffer.kind not in RETURNED or not len(places):
             continue
-        biases, activation = ends.biases[places], ends.activation[places]
-        wrong = np.flatnonzero((biases > 1) | (biases != biases[0]) | (activation != activation[0]))
+        found = np.column_stack((ends.added[places], ends.activation[places]))
+        wrong = np.flatnonzero((found[:, :2] > 1).any(axis=1) | (found != found[0]).any(axis=1))
         if len(wrong):
-            at = int(wrong[0])
-            count, first = int(biases[at]), located.name(int(places[0]))
-            what = f"has a bias {count} times" if count > 1 else f"ends otherwise than {first}"
+            at, first = int(wrong[0]), located.name(int(places[0]))
+            counts = zip(("bias", "residual"), found[at].tolist(), strict=False)
+            often = [f"has a {name} {count} times" for name, count in counts if count > 1]
+            what = often[0] if often else f"ends otherwise than {first}"
             written = last_write(located, int(places[at]))
             beside = () if written is None else (written,)
             label = Label(buffer.span, f"{located.name(int(places[at]))} {what}")
-            yield _fault(label, "let all that is made of a buffer end alike, with one bias or none", beside)
+            yield _fault(
+                label, "let all that is made of a buffer end alike, with one bias and one residual at most", beside
+            )
 
 
 def _name(activation: Numbers) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.held import first_chunks, place
-from commdsl.ir.schedules import AnyStep, Buffer, Contract, Schedule, Statement, Step, Task, Yield
+from commdsl.ir.schedules import AnyStep, Buffer, Contract, Ints, Schedule, Statement, Step, Task, Yield
 from commdsl.ir.words import at_bindings
 from commdsl.language.kinds import GIVEN, BufferKind
 from commdsl.language.records import dataclass
@@ -31,7 +31,7 @@ class LocatedMoves:
     dest: Locations  # (n,)
     sources: Locations  # (n, k)
     factors: Locations | None = None  # (n,), of products
-    biases: Locations | None = None  # (n,), where they have some
+    beside: Locations | None = None  # (n, k), what epilogues read: a bias, then a residual
 
     @property
     def contributing(self) -> Locations:
@@ -113,12 +113,17 @@ class Located:
         dest = self.locate(moves.dest_buffer, moves.dest_rank, moves.dest_chunk)
         if moves.factor is None or moves.factor_chunk is None:
             return LocatedMoves(moves, dest, sources)
-        factors, bias = self.locate(moves.factor, moves.actor, moves.factor_chunk), moves.epilogue.bias
-        if bias is None:
-            return LocatedMoves(moves, dest, sources, factors)
-        chunk = moves.factor_chunk * (self.schedule.buffers[bias].num_chunks > 1)  # one row is that of all
-        biases = self.locate(bias, moves.actor, chunk)
-        return LocatedMoves(moves, dest, sources, factors, biases)
+        factors = self.locate(moves.factor, moves.actor, moves.factor_chunk)
+        return LocatedMoves(moves, dest, sources, factors, self._beside(moves, moves.factor_chunk))
+
+    def _beside(self, moves: Statement, factor_chunk: Ints) -> Locations | None:
+        ends, found = moves.epilogue, list[Locations]()
+        if ends.bias is not None:  # one row is that of all
+            chunk = factor_chunk * (self.schedule.buffers[ends.bias].num_chunks > 1)
+            found.append(self.locate(ends.bias, moves.actor, chunk))
+        if ends.residual is not None:
+            found.append(self.locate(ends.residual, moves.actor, moves.dest_chunk))
+        return np.column_stack(found) if found else None
 
     def locate(self, buffer: int, rank: NDArray[np.integer], chunk: NDArray[np.integer]) -> Locations:
         return place(self.first_chunk, buffer, rank, chunk)

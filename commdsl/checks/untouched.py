@@ -47,8 +47,8 @@ def _read(located: Located) -> NDArray[np.bool_]:
             continue
         for moves in step.moves:
             found[moves.contributing] = True
-            if moves.biases is not None:
-                found[moves.biases] = True
+            if moves.beside is not None:
+                found[moves.beside] = True
             if moves.moves.applied is not None:
                 for buffer in moves.moves.applied.given:
                     found[located.whole(buffer)] = True

@@ -25,7 +25,7 @@ from commdsl.compiler import CompiledSchedule
 from commdsl.cost.profile import Profile
 from commdsl.ir import interpret
 from commdsl.ir.classes import joining, types
-from commdsl.ir.functions import GATED, ROWWISE, Extent
+from commdsl.ir.functions import GATED, ROWWISE, Epilogue, Extent
 from commdsl.ir.lengths import block_lengths, num_entries
 from commdsl.ir.products import stopping
 from commdsl.ir.schedules import Contract, Schedule, Yield
@@ -230,11 +230,24 @@ def make_inputs(schedule: Schedule, of: Mapping[str, DType], elements: int) -> d
     for factor in {schedule.buffers[factor].name for _, factor, _ in schedule.products}:
         matrices = [values.reshape(-1, elements // isqrt(elements)) for values in inputs[factor]]
         inputs[factor] = [one[: len(one) // halves * halves] for one in matrices]
-    for bias in {one.bias for one in schedule.epilogues if one.bias is not None}:
-        row, multiplied = schedule.buffers[bias], schedule.buffers[schedule.products[0][1]]
-        rows = inputs[multiplied.name][0].shape[0] // multiplied.blocks
-        inputs[row.name] = [values[: row.blocks * rows] for values in inputs[row.name]]
+    for ends in schedule.epilogues:
+        _beside_product(schedule, ends, inputs)
     return inputs
+
+
+def _beside_product(schedule: Schedule, ends: Epilogue, inputs: dict[str, list[Array]]) -> None:
+    """As many numbers of a bias as blocks of the factor have rows, and of a residual as results have."""
+    of, factor, _ = schedule.products[0]
+    multiplied, factored = schedule.buffers[of], schedule.buffers[factor]
+    rows, depth = inputs[factored.name][0].shape
+    wide = rows // factored.blocks
+    if ends.bias is not None:
+        bias = schedule.buffers[ends.bias]
+        inputs[bias.name] = [values[: bias.blocks * wide] for values in inputs[bias.name]]
+    if ends.residual is not None:
+        residual, columns = schedule.buffers[ends.residual], wide // (2 if ends.activation == GATED else 1)
+        high = len(inputs[multiplied.name][0]) // multiplied.blocks // depth
+        inputs[residual.name] = [values[: residual.blocks * high * columns] for values in inputs[residual.name]]
 
 
 def _of_rows(values: Array, extent: Extent) -> Array:

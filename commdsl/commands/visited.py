@@ -53,9 +53,10 @@ class Visited:
         if step.is_product:
             dtype = self._types[step.writes[0]]
             rows, factor = (self._as(dtype, *pair) for pair in zip(step.reads[:2], given[:2], strict=True))
-            bias = None if step.epilogue.bias is None else given[-1]
-            operands = [*given[step.sums], rows]
-            made_of = interpret.product(step.epilogue, operands, factor, bias, isqrt(self._elements), dtype)
+            ends, read = step.epilogue, dict(zip(step.reads, given, strict=True))
+            beside = [None if one is None else read[one] for one in (ends.bias, ends.residual)]
+            operands, depth = [*given[step.sums], rows], isqrt(self._elements)
+            made_of = interpret.product(ends.activation, operands, factor, (beside[0], beside[1]), depth, dtype)
             return [made_of, *given[: len(step.writes) - 1]]
         made: list[Array] = []
         for at, buffer in enumerate(step.writes):

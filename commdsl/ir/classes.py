@@ -34,7 +34,8 @@ MADE = MappingProxyType({"float8_e4m3fn": "bfloat16"})
 class Unit:
     """What blocks are: as long as those of `size`, a tensor that the caller gives, and of the type `element`; where
     that is None of the type of `typed`, another. With `factor` it is not as long, but has as many rows, each as wide
-    as that tensor has rows; or half as wide, if it `is_gated`. A bias is of the type of what products make.
+    as that tensor has rows; or half as wide, if it `is_gated`. What an `ending` names, a bias or a
+    residual, is of the type of what products make.
     """
 
     size: str
@@ -42,12 +43,12 @@ class Unit:
     typed: str
     factor: str | None = None
     is_gated: bool = False
-    is_bias: bool = False
+    ending: str = ""
 
     @property
     def is_made(self) -> bool:
         """Whether it has the type of what products make, where none is declared."""
-        return self.factor is not None or self.is_bias
+        return self.factor is not None or bool(self.ending)
 
 
 class Joined:
@@ -165,7 +166,9 @@ def units(schedule: Schedule) -> dict[str, Unit | None]:
     only = next(iter(given.values())) if len(given) == 1 else None
     made = {lengths[to]: (lengths[of], buffers[factor].name) for of, factor, to in schedule.products}
     is_gated = any(one.activation == GATED for one in schedule.epilogues)
-    biases = {one.bias for one in schedule.epilogues}
+    endings: dict[int | None, str] = {}
+    for one in schedule.epilogues:
+        endings |= {one.bias: "bias", one.residual: "residual"}
     found: dict[str, Unit | None] = {}
     for number, buffer in enumerate(buffers):
         size, factor = given.get(lengths[number], only), None
@@ -173,9 +176,9 @@ def units(schedule: Schedule) -> dict[str, Unit | None]:
             of, factor = made[lengths[number]]
             size = given.get(of)
         element, typed = _typed(buffers, moved, moved[number], frozenset()) or (None, size or "")
-        if number in biases:
+        if number in endings:
             typed = buffers[schedule.products[0][1]].name
-        ends = is_gated and factor is not None, number in biases
+        ends = is_gated and factor is not None, endings.get(number, "")
         found[buffer.name] = None if size is None else Unit(size, element, typed, factor, *ends)
     return found
 

@@ -70,16 +70,23 @@ ACTIVATIONS = ("gelu", GATED)
 @dataclass(frozen=True, slots=True)
 class Epilogue:
     """What a product does with its float32 sums before they are rounded: a bias, one row for all or one for each block
-    of the factor, is added, then an activation applied.
+    of the factor, is added, then an activation applied, then a residual added, which lies as the result does.
     """
 
     bias: int | None = None  # a buffer
     activation: str | None = None  # one of ACTIVATIONS
+    residual: int | None = None  # a buffer
+
+    @property
+    def buffers(self) -> tuple[int, ...]:
+        """What is read."""
+        return tuple(one for one in (self.bias, self.residual) if one is not None)
 
     @property
     def words(self) -> str:
         """` with bias, gelu`, to follow a product; empty where it ends with nothing."""
-        said = (() if self.bias is None else ("bias",)) + (() if self.activation is None else (self.activation,))
+        named = ("bias", self.bias), (self.activation, self.activation), ("residual", self.residual)
+        said = [str(name) for name, value in named if value is not None]
         return f" with {', '.join(said)}" if said else ""
 
 

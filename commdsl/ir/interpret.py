@@ -27,7 +27,7 @@ from typing import TypeAlias, assert_never
 import numpy as np
 
 from commdsl.ir.classes import Unit, types, units
-from commdsl.ir.functions import FUNCTIONS, Epilogue
+from commdsl.ir.functions import FUNCTIONS
 from commdsl.ir.lengths import block_lengths
 from commdsl.ir.rounding import rounded
 from commdsl.ir.schedules import Applied, Cast, Schedule, Statement, Step, Task, Yield
@@ -265,10 +265,13 @@ def _results(memory: _Memory, moves: Statement, op: str) -> Iterator[tuple[bool,
             values = by_row(moves.applied, operands[0], given, dtype)
         elif moves.factor is not None and moves.factor_chunk is not None:
             factor = memory.read_as(dtype, moves.factor, rank, int(moves.factor_chunk[row]))
-            bias = moves.epilogue.bias
-            at = 0 if bias is None or memory.buffers[bias].num_chunks == 1 else int(moves.factor_chunk[row])
-            added = None if bias is None else memory.read(bias, rank, at)
-            values = product(moves.epilogue, operands, factor, added, memory.depths[moves.factor], dtype)
+            ends, at = moves.epilogue, int(moves.factor_chunk[row])
+            bias = residual = None
+            if ends.bias is not None:
+                bias = memory.read(ends.bias, rank, 0 if memory.buffers[ends.bias].num_chunks == 1 else at)
+            if ends.residual is not None:
+                residual = memory.read(ends.residual, rank, chunk)
+            values = product(ends.activation, operands, factor, (bias, residual), memory.depths[moves.factor], dtype)
         elif moves.copies:
             values = operands[0]
         elif how == "avg":
@@ -298,10 +301,16 @@ def by_row(applied: Applied, rows: Array, given: Sequence[Array], dtype: DType) 
 
 
 def product(
-    epilogue: Epilogue, operands: Sequence[Array], factor: Array, bias: Array | None, depth: int, dtype: DType
+    activation: str | None,
+    operands: Sequence[Array],
+    factor: Array,
+    beside: tuple[Array | None, Array | None],
+    depth: int,
+    dtype: DType,
 ) -> Array:
-    """The last operand times the rows of the factor, all of them as deep, and those before it, and the bias, in float64
-    or integers that wrap; of that what the activation makes, rounded once. Float8 is as if its scales were 1.
+    """The last operand times the rows of the factor, all of them as deep, and those before it, and a bias; what the
+    activation makes of that, and a residual: in float64, or integers that wrap, rounded once. Float8 is as if its
+    scales were 1. `beside`: bias and residual.
     """
 
     def wide(values: Array) -> Array:
@@ -311,11 +320,12 @@ def product(
     found = wide(a) @ wide(b).T
     for one in operands[:-1]:
         found = found + wide(one).reshape(found.shape)
+    bias, residual = beside
     if bias is not None:
         found = found + wide(bias)
-    if epilogue.activation is not None and not dtype.is_float:
-        raise ValueError(f"`{epilogue.activation}` is of floats, not of {dtype.name}")
-    match epilogue.activation:
+    if activation is not None and not dtype.is_float:
+        raise ValueError(f"`{activation}` is of floats, not of {dtype.name}")
+    match activation:
         case None:
             pass
         case "gelu":
@@ -325,6 +335,8 @@ def product(
             found = gate / (1 + np.exp(-gate)) * up
         case unknown:
             raise AssertionError(unknown)
+    if residual is not None:
+        found = found + wide(residual).reshape(found.shape)
     return dtype.narrow(found.astype(dtype.accumulator).ravel()) if dtype.is_float else found.ravel()
 
 

@@ -76,8 +76,7 @@ def stopping(schedule: Schedule) -> Stopping:
                 writes = tuple(map(parts.dest, product.writes))
                 added = (*(writes[:1] if statement.accumulate else ()), *map(parts.source, sums))
                 ends = parts.epilogue(statement)
-                bias = () if ends.bias is None else (ends.bias,)
-                reads = (parts.source(statement), parts.factor(statement), *added, *bias)
+                reads = (parts.source(statement), parts.factor(statement), *added, *ends.buffers)
                 made.append(Yield(reads, bindings, statement.span, writes, MATMUL, is_product=True, epilogue=ends))
             case Step():
                 made.append(replace(step, moves=tuple(one for moves in step.moves for one in parts.split(moves))))
@@ -162,15 +161,17 @@ class _Parts:
         for step in steps:
             if isinstance(step, _Product):
                 factor = self._one_factor(step.statement, factor)
-                bias = step.statement.epilogue.bias
-                for one_of in (factor,) if bias is None else (factor, bias):
-                    if schedule.buffers[one_of].num_chunks > 1:
-                        self._take(step.statement, one_of, _factor_chunk(step.statement))
+                bias, residual = step.statement.epilogue.bias, step.statement.epilogue.residual
+                beside = [(one, _factor_chunk(step.statement)) for one in (factor, bias) if one is not None]
+                beside += [] if residual is None else [(residual, step.statement.dest_chunk)]
+                for one, chunk in beside:
+                    if schedule.buffers[one].num_chunks > 1:
+                        self._take(step.statement, one, chunk)
                 self._take(step.statement, step.statement.source_buffer, step.statement.source_chunk[:, 0])
-                for one in step.writes:
-                    self._take(one, one.dest_buffer, one.dest_chunk)
-                for one in step.sums:
-                    self._take(one, one.source_buffer, one.source_chunk[:, 0])
+                for write in step.writes:
+                    self._take(write, write.dest_buffer, write.dest_chunk)
+                for term in step.sums:
+                    self._take(term, term.source_buffer, term.source_chunk[:, 0])
         moves = [one for step in steps if isinstance(step, Step) for one in step.moves]
         self._take_rest(moves)
         self.buffers = tuple(self._all())
@@ -199,10 +200,11 @@ class _Parts:
         return self._of(one.factor, one.actor[0], _factor_chunk(one)[0])
 
     def epilogue(self, one: Statement) -> Epilogue:
-        """Its bias as a part, if it is of several rows."""
-        if one.epilogue.bias is None:
-            return one.epilogue
-        return replace(one.epilogue, bias=self._of(one.epilogue.bias, one.actor[0], _factor_chunk(one)[0]))
+        """What it reads as parts, where these are of several chunks."""
+        ends, rank = one.epilogue, one.actor[0]
+        bias = None if ends.bias is None else self._of(ends.bias, rank, _factor_chunk(one)[0])
+        residual = None if ends.residual is None else self._of(ends.residual, rank, one.dest_chunk[0])
+        return replace(ends, bias=bias, residual=residual)
 
     def split(self, moves: Statement) -> Iterator[Statement]:
         """A statement for each two parts that it has chunks of."""

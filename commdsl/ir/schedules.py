@@ -156,7 +156,7 @@ class Yield:
     """The caller computes here, on every rank: `name` None: it is handed one whole buffer, and nothing changes.
 
     Otherwise its function of that name reads and writes whole buffers. What it writes is its own: nobody here knows it.
-    `is_product`: ours, `matmul`; it reads a matrix, the factor, sums, added in order, and the bias of its epilogue, and
+    `is_product`: ours, `matmul`; it reads a matrix, the factor, sums, added in order, and what its epilogue does, and
     may write the matrix, too.
     """
 
@@ -176,7 +176,7 @@ class Yield:
     @property
     def sums(self) -> slice:
         """Which of what a product reads is added to what it makes."""
-        return slice(2, None if self.epilogue.bias is None else -1)
+        return slice(2, len(self.reads) - len(self.epilogue.buffers))
 
 
 @dataclass(frozen=True, slots=True)

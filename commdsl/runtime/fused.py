@@ -9,25 +9,23 @@ product ends before the next one begins. The kernel leaves SMs to what moves: a 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 
-from commdsl.build.matmul import ELSEWHERE, Product, Push, Source, Turn, stores
+from commdsl.build.matmul import Product, stores
 from commdsl.build.tilings import chosen
+from commdsl.build.turns import ELSEWHERE, Push, Turn
 from commdsl.ir.functions import GATED
 from commdsl.ir.products import MATMUL
 from commdsl.machine.config import from_environment
-from commdsl.program.launches import Launch, Visit
 from commdsl.program.memory import Kept
 from commdsl.program.moves import Protocol
 from commdsl.program.plan import Plan
 from commdsl.program.pushed import Pushes
 from commdsl.program.stamps import Layout, task
-from commdsl.program.visited import launches, meets, visits
+from commdsl.program.visited import launches
 from commdsl.runtime import matmul
 from commdsl.runtime.errors import CaptureError
 from commdsl.runtime.functions import Function
@@ -36,6 +34,19 @@ from commdsl.runtime.matmul import NOWHERE, Addresses, Matmul, Matrices
 from commdsl.runtime.stamps import Stamps
 from commdsl.runtime.streams import Around, Streams
 from commdsl.runtime.tensors import ALIGNMENT, FLOAT8, element_name, is_deep
+from commdsl.runtime.turns import (
+    Places,
+    activations,
+    are_copies_left,
+    end_in_one_way,
+    given_to,
+    groups_of,
+    have_turns,
+    place_of,
+    products_of,
+    summed,
+    turns_of,
+)
 from commdsl.runtime.workspace import ALONE, Meanwhile, Start
 
 LEFT = 2
@@ -53,9 +64,6 @@ _ADDED = (torch.bfloat16, torch.float16)
 _MADE = (*_ADDED, torch.float32)
 """What the kernel makes, and what of that it may be given to add."""
 
-Places = Mapping[str, tuple[str, int]]
-"""By part, of which matrices it is which."""
-
 
 def fits(plan: Plan, places: Places, rows: torch.Tensor, factor: torch.Tensor, result: torch.dtype) -> bool:
     """Whether our kernel makes these products. It waits for what moves beside: that needs no SMs, does not stand behind
@@ -72,15 +80,14 @@ def fits(plan: Plan, places: Places, rows: torch.Tensor, factor: torch.Tensor, r
         return False
     if rows.dtype not in (torch.bfloat16, torch.float16, FLOAT8) or (rows.dtype != FLOAT8 and rows.dtype != result):
         return False
-    if not _have_turns(plan):
+    if not have_turns(plan):
         return False
-    sources, sums, results, copies = _groups(_products(plan), places)
+    sources, sums, results, copies = groups_of(products_of(plan), places)
     if len(sources) > 2 or len(sums) > 1 or len(results) > 2 or result not in (_ADDED if sums else _MADE):
         return False
     if copies and (len(copies) > 1 or sums or not is_deep(rows) or not are_copies_left(plan)):
         return False
-    has_bias = any(one.step.epilogue.bias is not None for one in _products(plan))
-    if len(_activations(plan)) > 1 or (has_bias and result not in _ADDED):
+    if not end_in_one_way(plan, places) or (any(map(any, map(given_to, products_of(plan)))) and result not in _ADDED):
         return False
     sides = (rows.shape[1] * rows.itemsize, _columns(plan, factor) * result.itemsize)
     return rows.numel() > 0 and factor.numel() > 0 and all(side % ALIGNMENT == 0 for side in sides)
@@ -99,27 +106,29 @@ class Fused:
         pushes: Pushes,
     ) -> None:
         """`rows`, `factor`: what a product is given; `result`: of what it makes."""
-        self._products, self._places = _products(plan), places
+        self._products, self._places = products_of(plan), places
         self._touched = tuple({kept: None for one in self._products for kept in (*one.reads, *one.writes)})
-        self._groups = _groups(self._products, places)
+        self._groups = groups_of(self._products, places)
         self._launches = len(launches(plan))
         self._pushes = pushes
         plain = tuple(turns_of(plan, places))
         # Words: launches are over; tiles of a turn are stored; peers are ready.
         self._opened = {one.launch: self._launches + len(plain) + one.launch for one in pushes.of.values()}
         self._words = self._launches * (2 if pushes.of else 1) + len(plain)
-        turns = tuple(map(self._turn, plain, (first.writes[0] for first, *_ in _summed(self._products))))
+        turns = tuple(map(self._turn, plain, (first.writes[0] for first, *_ in summed(self._products))))
         types, self._device = (element_name(rows.dtype), element_name(result)), rows.device.index
         sources, adds = [len(turn.sources) for turn in turns], any(turn.count for turn in turns)
         size = rows.shape[0], _columns(plan, factor), rows.shape[1] * sources[0]
         self._turns = turns
         self._turn_of = tuple(number for number, count in enumerate(sources) for _ in range(count))
         copies = bool(self._groups[-1])
-        product = Product(*size, *types, residual=adds, copies=copies, turns=len(turns), sources=sources[0])
-        (activation,) = _activations(plan)
-        self._bias = next((one.reads[-1] for one in self._products if one.step.epilogue.bias is not None), None)
-        has_bias, gelu, gated = self._bias is not None, activation == "gelu", activation == GATED
-        self._product = replace(product, pushed=len(pushes.places), bias=has_bias, gelu=gelu, gated=gated)
+        product = Product(*size, *types, adds=adds, copies=copies, turns=len(turns), sources=sources[0])
+        (activation,) = activations(plan)
+        biases, residuals = zip(*map(given_to, self._products), strict=True)
+        self._bias, self._residual = (next(filter(None, kept), None) for kept in (biases, residuals))
+        product = replace(product, bias=self._bias is not None, residual=self._residual is not None)
+        product = replace(product, gelu=activation == "gelu", gated=activation == GATED)
+        self._product = replace(product, pushed=len(pushes.places))
         self._arriving = sum(source.there >= 0 for turn in turns for source in turn.sources) * rows.nbytes
         self._is_stamped = plan.stamped
         self._kernels: dict[tuple[bool, bool], Matmul] = {}
@@ -157,7 +166,7 @@ class Fused:
 
     def _layout(self, kernel: Matmul) -> Layout:
         """Of what a stamped kernel writes."""
-        return Layout(tuple(task(first) for first, *_ in _summed(self._products)), kernel.intervals)
+        return Layout(tuple(task(first) for first, *_ in summed(self._products)), kernel.intervals)
 
     def _kernel(self, rows: torch.Tensor, factor: torch.Tensor) -> Matmul:
         """The one that reads matrices that lie as these do."""
@@ -198,15 +207,17 @@ class Fused:
         if launch is None:
             found: dict[str, dict[int, torch.Tensor]] = {}
             for kept, one in zip(self._touched, given, strict=True):
-                group, at = _place(self._places, kept)
+                group, at = place_of(self._places, kept)
                 found.setdefault(group, {})[at] = one
             sources, sums, results, copies = ([matrices(found[name]) for name in names] for names in self._groups)
-            factor = matrices(found[_place(self._places, self._products[0].reads[1])[0]])
+            factor = matrices(found[place_of(self._places, self._products[0].reads[1])[0]])
             added, copied = (next(iter(one), None) for one in (sums, copies))
             if self._bias is not None:
                 row = held[self._bias]
-                beside = replace(beside, bias=row.data_ptr() - _place(self._places, self._bias)[1] * row.nbytes)
-            launch = kernel.prepare(sources, factor, results, added, beside, copied, [*self._pushed(held, landing)])
+                beside = replace(beside, bias=row.data_ptr() - place_of(self._places, self._bias)[1] * row.nbytes)
+            residual = None if self._residual is None else matrices(found[place_of(self._places, self._residual)[0]])
+            pushed = [*self._pushed(held, landing)]
+            launch = kernel.prepare(sources, factor, results, added, beside, copied, pushed, residual)
             keep(self._known, key, launch, MAX_KEPT)
         return launch
 
@@ -262,112 +273,9 @@ class _Words(Around):
         return self._words + 8 * number
 
 
-def _products(plan: Plan) -> tuple[Visit, ...]:
-    return tuple(phase for phase in visits(plan) if isinstance(phase, Visit))
-
-
 def _columns(plan: Plan, factor: torch.Tensor) -> int:
     """Of what products make."""
-    return factor.shape[0] // 2 if GATED in _activations(plan) else factor.shape[0]
-
-
-def _activations(plan: Plan) -> set[str | None]:
-    """What turns end with."""
-    return {turn[-1].step.epilogue.activation for turn in _summed(_products(plan))}
-
-
-def _is_added(one: Visit) -> bool:
-    """To what is there."""
-    return one.writes[0] in one.reads[one.step.sums]
-
-
-def _sums(one: Visit) -> tuple[Kept, ...]:
-    """What is added to it, besides what it is added to."""
-    return tuple(kept for kept in one.reads[one.step.sums] if kept != one.writes[0])
-
-
-def _summed(products: Sequence[Visit]) -> list[tuple[Visit, ...]]:
-    """By turn: a product, and those behind it that are added to what it makes."""
-    found: list[tuple[Visit, ...]] = []
-    for one in products:
-        if found and _is_added(one) and one.writes == found[-1][0].writes:
-            found[-1] += (one,)
-        else:
-            found.append((one,))
-    return found
-
-
-def _have_turns(plan: Plan) -> bool:
-    """Whether products are turns of the kernel: sums of as many, of which nobody waits for a part."""
-    turns = _summed(_products(plan))
-    sizes = [len(turn) for turn in turns]
-    ends = set(accumulate(sizes, initial=0))
-    return (
-        len({*sizes}) == 1
-        and not any(_is_added(first) for first, *_ in turns)
-        and all({launch.opens, launch.after} <= ends for launch in launches(plan))
-    )
-
-
-def are_copies_left(plan: Plan) -> bool:
-    """Whether nothing else touches what products copy: no word says that it is there before the kernel ends."""
-    products = _products(plan)
-    touching = [{*one.reads, *one.writes} for one in products] + [{*one.reads, *one.writes} for one in launches(plan)]
-    touched = Counter(kept for one in touching for kept in one)
-    return all(touched[kept] == 1 for one in products for kept in one.writes[1:])
-
-
-def _place(places: Places, kept: Kept) -> tuple[str, int]:
-    """Of what has no parts: it is one matrix by itself."""
-    return places.get(kept.name, (kept.name, 0))
-
-
-def _groups(products: Sequence[Visit], places: Places) -> tuple[list[str], ...]:
-    """Where rows lie, what is added, results, and copies of rows."""
-    rows = [one.reads[0] for one in products]
-    sums = [kept for one in products for kept in _sums(one)]
-    results = [one.writes[0] for one in products]
-    copies = [kept for one in products for kept in one.writes[1:]]
-    return tuple([*dict.fromkeys(places[kept.name][0] for kept in one)] for one in (rows, sums, results, copies))
-
-
-def turns_of(plan: Plan, places: Places) -> Iterator[Turn]:
-    """Every turn, with the words that stand for what the Plan has its products wait for, and for what waits for it."""
-    products, beside = _products(plan), launches(plan)
-    sources, _, results, _ = _groups(products, places)
-    awaited = sorted({one.after - 1 for one in visits(plan) if one.after})
-    told = max((launch.after for launch in beside), default=0)
-    made = 0
-    for number, turn in enumerate(_summed(products)):
-        read = list[Source]()
-        for one in turn:
-            rows = places[one.reads[0].name]
-            there = _word(_touching(beside, one, one.reads[:1], one.writes), awaited)
-            read.append(Source((sources.index(rows[0]), rows[1]), _place(places, one.reads[1])[1], there))
-        sums = [kept for one in turn for kept in _sums(one)]
-        added = [at for one in turn for at in _touching(beside, one, _sums(one), ())]
-        result = places[turn[0].writes[0].name]
-        made += len(turn)
-        yield Turn(
-            tuple(read),
-            (results.index(result[0]), result[1]),
-            min((places[kept.name][1] for kept in sums), default=0),
-            len(sums),
-            _word(added, awaited),
-            len(beside) + number if made <= told else -1,
-            max((places[kept.name][1] for kept in turn[0].writes[1:]), default=-1),
-            bias=max(-1 if one.step.epilogue.bias is None else _place(places, one.reads[-1])[1] for one in turn),
-        )
-
-
-def _touching(beside: Sequence[Launch], one: Visit, reads: Sequence[Kept], writes: Sequence[Kept]) -> list[int]:
-    """The launches before a product that have to do with these."""
-    return [at for at, launch in enumerate(beside) if launch.turn < one.turn and meets(launch, reads, writes)]
-
-
-def _word(needed: Sequence[int], awaited: Sequence[int]) -> int:
-    """Of the first launch behind all of those that the Plan has a visit wait for; -1: nothing is needed."""
-    return next(at for at in awaited if at >= max(needed)) if needed else -1
+    return factor.shape[0] // 2 if GATED in activations(plan) else factor.shape[0]
 
 
 def matrices(members: Mapping[int, torch.Tensor]) -> Matrices:

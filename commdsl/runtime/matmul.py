@@ -15,20 +15,8 @@ import numpy as np
 import torch
 
 from commdsl.build import nvrtc
-from commdsl.build.matmul import (
-    ARCH,
-    FLOAT8,
-    THREADS,
-    Product,
-    Tiling,
-    Turn,
-    emitted,
-    packed,
-    packed_pushes,
-    packed_turns,
-    slot_bytes,
-    table,
-)
+from commdsl.build.matmul import ARCH, FLOAT8, THREADS, Product, Tiling, emitted, packed, slot_bytes, table
+from commdsl.build.turns import Turn, packed_pushes, packed_turns
 from commdsl.machine.config import DEFAULT_TIMEOUT, from_environment
 from commdsl.runtime.errors import DeviceError, TensorError
 from commdsl.runtime.kept import keep
@@ -123,7 +111,11 @@ class Matmul:
     ) -> None:
         self.product, self.tiling = product, tiling
         self._is_alone = turns is None  # nothing that moves beside needs SMs before it begins
-        turns = [Turn(count=int(product.residual), bias=product.bias - 1)] if turns is None else turns
+        turns = (
+            [Turn(count=int(product.adds), bias=product.bias - 1, residual=product.residual)]
+            if turns is None
+            else turns
+        )
         text, high, wide = emitted(product, tiling, is_stamped=is_stamped), *product.tiles(tiling)[:2]
         workers = min(tiling.workers(sms), high * wide * (tiling.parts if tiling.parts > 1 else product.turns))
         self._blocks = workers * tiling.blocks
@@ -158,11 +150,11 @@ class Matmul:
         at: Addresses = NOWHERE,
         copied: Matrices | None = None,
         pushed: Sequence[Matrices] = (),
+        residual: Matrices | None = None,
     ) -> Launch:
-        """The launch that writes C to `c`, and to what turns name of `pushed`, with `sums` added, and A to `copied`. Of
-        several turns A and C are one or
-        two of what turns name, and B has the matrices that they do. Raises TensorError where a row of a matrix begins
-        elsewhere than TMA can.
+        """The launch that writes C to `c`, and to what turns name of `pushed`, with `sums` and `residual` added, and A
+        to `copied`. Of several turns A and C are one or two of what turns name, and B has the matrices that they do.
+        Raises TensorError where a row of a matrix begins elsewhere than TMA can.
         """
         rows, half = self.tiling.rows, self.tiling.columns // 2
         line = self.tiling.line(self.product)
@@ -172,9 +164,9 @@ class Matmul:
             *(tensor_map(one, _PANEL, line) for one in (c[0], c[-1])),
             tensor_map(c[0] if sums is None else sums, _PANEL, line),
             tensor_map(c[0] if copied is None else copied, _PANEL),
-            *(tensor_map(one, _PANEL, line) for one in pushed),
+            *(tensor_map(one, _PANEL, line) for one in (*((residual,) if residual else ()), *pushed)),
         )
-        assert len(pushed) == self.product.pushed
+        assert (len(pushed), residual is not None) == (self.product.pushed, self.product.residual)
         tables = [one.data_ptr() for one in (self._pieces, self._claims, self._turns, self._sources)]
         addresses = (*tables, at.words, at.bias, self._partials.data_ptr(), self._flags.data_ptr(), *at.scales)
         behind = at.stamps, self._pushes.data_ptr()

@@ -354,11 +354,15 @@ class Finishing:
             out, copy = out
             copy.copy_(rows)
         found = multiplied(rows, factor, torch.promote_types(out.dtype, torch.float32), self._scales)
-        for one in beside[: len(beside) - (step.epilogue.bias is not None)]:
+        ends, (sums, given) = step.epilogue, (beside[: len(beside) - len(step.epilogue.buffers)], [*beside])
+        for one in sums:
             found += self._wide.get(one.data_ptr(), one)
-        if step.epilogue.bias is not None:
-            found += beside[-1]
-        found = activated(found, step.epilogue.activation)
+        residual = given.pop() if ends.residual is not None else None
+        if ends.bias is not None:
+            found += given.pop()
+        found = activated(found, ends.activation)
+        if residual is not None:
+            found = found + residual
         out.copy_(found)
         self._wide = {out.data_ptr(): found}
 

@@ -110,12 +110,18 @@ def _check_product(
     if made.unit.is_gated and rows_of_block % 2:
         what = f"a gate and as many columns that it is multiplied with, not {rows_of_block} in all"
         raise TensorError(f"`{name}`: a block of `{made.unit.factor}` makes {what}")
+    block = _made_block(signature, made, tensors)
     for number, port in enumerate(signature.inputs):
-        if port.unit is not None and port.unit.is_bias:
-            wanted = (port.blocks * rows_of_block,)
-            if tuple(tensors[number].shape) != wanted:
-                shape = tuple(tensors[number].shape)
-                raise TensorError(f"`{name}`: `{port.name}` is {shape}, a number for each row of a factor {wanted}")
+        match "" if port.unit is None else port.unit.ending:
+            case "bias":
+                wanted, what = [port.blocks * rows_of_block], "a number for each row of a factor"
+            case "residual":
+                wanted, what = [port.blocks * block[0], block[1]], "as what is made"
+            case _:
+                continue
+        if list(tensors[number].shape) != wanted:
+            shape = tuple(tensors[number].shape)
+            raise TensorError(f"`{name}`: `{port.name}` is {shape}, {what} {tuple(wanted)}")
     check_scales(name, tensors[rows], tensors[factor], scales)
 
 

@@ -1,4 +1,4 @@
-"""Turns what stands behind a product, `with bias b[q], gelu where A == 1`, into its epilogue.
+"""Turns what stands behind a product, `with bias b[q], gelu where A == 1, residual d[q]`, into its epilogue.
 
 Assumes a product of an `each`. Does not judge what becomes of results (`checks.epilogues`).
 """
@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from commdsl.ir.functions import ACTIVATIONS, PLAIN, Epilogue
+from commdsl.ir.functions import ACTIVATIONS, Epilogue
 from commdsl.ir.resolve.evaluate import Scope, free_names
 from commdsl.ir.resolve.expressions import ExpressionRules, Kind
 from commdsl.ir.resolve.faults import Faults, nearest
@@ -19,7 +19,8 @@ from commdsl.ir.schedules import Ints
 from commdsl.language import syntax as syn
 from commdsl.language.kinds import BufferKind
 
-BIAS = "bias"
+BIAS, RESIDUAL = "bias", "residual"
+KNOWN = (BIAS, *ACTIVATIONS, RESIDUAL)
 
 Chunk: TypeAlias = Callable[[syn.Ref], Ints]
 """The block that a reference means, for every row."""
@@ -33,53 +34,60 @@ def check_epilogue(rules: ExpressionRules, epilogue: tuple[syn.Ending, ...]) -> 
         if one.ref is not None:
             rules.ref(one.ref)
         name = one.name.text
-        if name not in (BIAS, *ACTIVATIONS):
-            _report(rules.faults, one, f"`{name}` is not known", nearest(name, (BIAS, *ACTIVATIONS)))
-        elif (name == BIAS) != (one.ref is not None):
-            help = "write `bias b`" if name == BIAS else f"write `{name}` alone"
-            _report(rules.faults, one, "of which buffer?" if name == BIAS else "it takes no buffer", help)
+        if name not in KNOWN:
+            _report(rules.faults, one, f"`{name}` is not known", nearest(name, KNOWN))
+        elif (name in ACTIVATIONS) != (one.ref is None):
+            is_alone = name in ACTIVATIONS
+            help = f"write `{name}` alone" if is_alone else f"write `{name} b`"
+            _report(rules.faults, one, "it takes no buffer" if is_alone else "of which buffer?", help)
         elif one.ref is not None and one.ref.place is not None:
-            _report(rules.faults, one, "another rank's", "leave out `@`: a bias is the acting rank's own")
+            _report(rules.faults, one, "another rank's", f"leave out `@`: a {name} is the acting rank's own")
 
 
 def epilogue_of(move: syn.Move, binding: Binding, outer: Scope, chunk: Chunk) -> Epilogue:
-    """What is said where its conditions hold. Raises Poisoned after C596: more than a bias and then an activation, or a
-    bias of other blocks than the factor's.
+    """What is said where its conditions hold. Raises Poisoned after C596: more than a bias, then an activation, then a
+    residual; a bias of other blocks than the factor's, a residual of others than the result's.
     """
     said = [one for one in move.epilogue if one.where is None or _holds(one.where, binding, outer)]
     names = [one.name.text for one in said]
     activations = [name for name in names if name in ACTIVATIONS]
-    if names != [BIAS] * (BIAS in names) + activations[:1]:
-        label = " and ".join(f"`{name}`" for name in names)
-        binding.faults.fail("C596", "a bias is added, then one activation applied", move.span, label,
-                            help="say each at most once, the bias first")  # fmt: skip
-    if not said:
-        return PLAIN
-    activation = activations[0] if activations else None
-    bias = said[0].ref
-    return Epilogue(None if bias is None else _bias(move, bias, binding, chunk), activation)
+    if names != [BIAS] * (BIAS in names) + activations[:1] + [RESIDUAL] * (RESIDUAL in names):
+        label = ", ".join(f"`{name}`" for name in names)
+        binding.faults.fail("C596", "a bias, an activation and a residual follow, in this order", move.span, label,
+                            help="say each at most once")  # fmt: skip
+    assert move.factor is not None or not said
+    refs = {one.name.text: one.ref for one in said if one.ref is not None}
+    bias, residual = refs.get(BIAS), refs.get(RESIDUAL)
+    return Epilogue(
+        None if bias is None or move.factor is None else _given(bias, move.factor, binding, chunk, one_for_all=True),
+        activations[0] if activations else None,
+        None if residual is None else _given(residual, move.dest, binding, chunk, one_for_all=False),
+    )
 
 
-def _bias(move: syn.Move, bias: syn.Ref, binding: Binding, chunk: Chunk) -> int:
-    """The number of its buffer."""
-    assert move.factor is not None
-    binding.check_there(bias.buffer)
-    buffer, factor = (binding.buffers[ref.buffer.text] for ref in (bias, move.factor))
+def _given(ref: syn.Ref, like: syn.Ref, binding: Binding, chunk: Chunk, *, one_for_all: bool) -> int:
+    """The number of the buffer that `ref` names, an input with the blocks of another, and the same one of them; or, of
+    a bias, with one for all.
+    """
+    binding.check_there(ref.buffer)
+    buffer, other = (binding.buffers[one.buffer.text] for one in (ref, like))
     what = help = ""
     if buffer.kind is not BufferKind.INPUT:
         what, help = f"`{buffer.name}` is not an input", f"declare `input {buffer.name}`"
-    elif buffer.dims and buffer.dims != factor.dims:
-        what = f"`{buffer.declared}` beside `{factor.declared}`"
-        help = f"a bias is one row, or has one for each block of the factor: declare it as `{factor.name}` is"
-    elif buffer.dims and not _same_blocks(bias, move.factor, chunk):
-        what, help = f"another block than that of `{factor.name}`", "give both the same indices"
+    elif one_for_all and not buffer.dims:
+        pass
+    elif buffer.dims != other.dims or buffer.blocks != other.blocks:
+        what, help = f"`{buffer.declared}` beside `{other.declared}`", f"declare it as `{other.name}` is"
+        help += ", or as one row for all" if one_for_all else ""
+    elif not _same_blocks(ref, like, chunk):
+        what, help = f"another block than that of `{other.name}`", "give both the same indices"
     if what:
-        binding.faults.fail("C596", "no kernel adds this bias", bias.span, what, help=help)
+        binding.faults.fail("C596", "no kernel adds this to a product", ref.span, what, help=help)
     return list(binding.buffers).index(buffer.name)
 
 
-def _same_blocks(bias: syn.Ref, factor: syn.Ref, chunk: Chunk) -> bool:
-    return len(bias.indices) == len(factor.indices) and np.array_equal(chunk(bias), chunk(factor))
+def _same_blocks(ref: syn.Ref, like: syn.Ref, chunk: Chunk) -> bool:
+    return len(ref.indices) == len(like.indices) and np.array_equal(chunk(ref), chunk(like))
 
 
 def _holds(condition: syn.Expr, binding: Binding, outer: Scope) -> bool:

@@ -70,7 +70,7 @@ struct Loader : Worker<Shape> {
 
   COMMDSL_FN void load(const Piece& piece, bool is_last) {
     MatmulTurn turn = this->turn(piece.turn);
-    if constexpr (Shape::kBias) turn.count %= kBiasRow;
+    if constexpr (Shape::kBias || Shape::kResidual) turn.count %= kBiasRow;
     const u32 first = this->first(piece), last = this->last(piece), late = last - least(Shape::kStages, last - first);
     u32 number = turn.source + first / this->args.steps, depth = first % this->args.steps;
     MatmulSource source = this->source(number);
@@ -107,18 +107,24 @@ struct Loader : Worker<Shape> {
     await_launch(turn.sums_there);
     for (u32 column = 0; column < Shape::kStored; column += Shape::kOutElements) {
       for (u32 high = 0; high < Shape::kHigh; ++high) {
-        for (u32 at = turn.first; at < turn.first + turn.count; ++at) {
-          load_sums(this->stored_column(piece) + Shape::panel_column(column), this->row(piece) + high * 64, at);
+        for (u32 at = turn.first; at < turn.first + sums(turn); ++at) {
+          load_sum(this->args.sums, this->stored_column(piece) + Shape::panel_column(column), this->row(piece) + high * 64, at);
         }
+#ifdef COMMDSL_RESIDUAL
+        if (sums(turn) == turn.count) continue;
+        load_sum(this->args.residual, this->stored_column(piece) + Shape::panel_column(column), this->row(piece) + high * 64, turn.result_at);
+#endif
       }
     }
   }
 
-  COMMDSL_FN void load_sums(u32 column, u32 row, u32 matrix) {
+  COMMDSL_FN static u16 sums(const MatmulTurn& turn) { return Shape::kResidual ? turn.count % kHasResidual : turn.count; }
+
+  COMMDSL_FN void load_sum(const TensorMap& map, u32 column, u32 row, u32 matrix) {
     const u32 stage = begin_fill(kMultipliers * 64 * Shape::kOutLine);
     for (u32 i = 0; i < kMultipliers; ++i) {
       const u32 to = this->shared.stage(stage) + i * kPanelBytes;
-      tensor_load<1>(to, this->args.sums, column, row + i * Shape::kHigh * 64, matrix, this->shared.full(stage));
+      tensor_load<1>(to, map, column, row + i * Shape::kHigh * 64, matrix, this->shared.full(stage));
     }
   }
 

@@ -62,6 +62,7 @@ struct Storer : TileSums<Shape>, Pushing<Shape::kPushes>, Biased<Shape::kBias> {
 #endif
     u32 matrices = turn.count;  // that are added
     if constexpr (Shape::kBias) this->bias = bias_row(turn.count / kBiasRow), matrices %= kBiasRow;
+    if constexpr (Shape::kResidual) matrices = matrices % kHasResidual + matrices / kHasResidual % 2;
     to = turn.result, to_matrix = turn.result_at, to_row = row, to_column = column;
 #pragma unroll
     for (u32 panel = 0; panel < Shape::kMade; ++panel) {

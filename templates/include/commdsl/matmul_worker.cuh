@@ -60,8 +60,8 @@ struct alignas(8) MatmulSource {
 
 // Those from `source` on, to matrix `result_at` of those at `result`, kElsewhere: to no place here; `count` matrices from `first` on are added. The words to wait for
 // before anything is added, and to count stored tiles in, and the matrix that the rows are copied to; -1: none.
-// Where any turn has a bias, `count` says of each which row of it, too, counted from 1, in steps of kBiasRow.
-constexpr u16 kElsewhere = 0xffff, kBiasRow = 0x100;
+// Where any turn has a bias or a residual, `count` says more of each: kHasResidual, and in steps of kBiasRow which row, counted from 1.
+constexpr u16 kElsewhere = 0xffff, kHasResidual = 0x80, kBiasRow = 0x100;
 struct alignas(16) MatmulTurn {
   u16 source, result, result_at, first, count;
   i16 sums_there, stored, copied_at;
@@ -90,6 +90,9 @@ struct alignas(64) MatmulArgs {
   u64 stamps;            // intervals
 #endif
   TensorMap copied;      // what rows are copied to
+#ifdef COMMDSL_RESIDUAL
+  TensorMap residual;    // of a turn the matrix that its result is
+#endif
 #ifdef COMMDSL_PUSHED
   TensorMap pushed[COMMDSL_PUSHED];
   u64 pushes;            // by turn
