@@ -24,9 +24,11 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Ends:
-    """Of every location, how many biases and residuals are in it, and which activation made it; 0: none."""
+    """Of every location, how many biases and residuals are in it, and terms that no product made, and which activation
+    made it; 0: none.
+    """
 
-    added: Numbers  # (n, 2)
+    added: Numbers  # (n, 3)
     activation: Numbers  # (n,)
 
     def at(self, locations: NDArray[np.integer]) -> Ends:
@@ -40,7 +42,7 @@ def unfinished_results(located: Located) -> Iterator[Diagnostic]:
     """The first statement that goes on with what is finished; or each buffer of results that end in several ways."""
     if located.schedule.epilogues == {PLAIN}:
         return
-    ends = Ends(np.zeros((located.size, 2), np.int64), np.zeros(located.size, np.int64))
+    ends = Ends(np.zeros((located.size, 3), np.int64), np.zeros(located.size, np.int64))
     for step in located.steps:
         if not isinstance(step, LocatedStep):
             continue  # what the caller computes is C592
@@ -59,13 +61,18 @@ def unfinished_results(located: Located) -> Iterator[Diagnostic]:
 def _goes_on(moves: LocatedMoves, ends: Ends) -> str:
     """Why a statement may not do what it does with what it reads; nothing: it may."""
     read = ends.at(moves.sources)
-    if moves.factors is not None and (read.added.any() or read.activation.any()):
+    if moves.factors is not None and (read.added[:, :2].any() or read.activation.any()):
         return "it multiplies what another product has finished"
     is_sum = not moves.moves.copies and moves.factors is None
     if is_sum and read.activation.any():
         return f"it adds up what `{_name(read.activation)}` made"
-    if moves.moves.accumulate and ends.activation[moves.dest].any():
-        return f"it adds to what `{_name(ends.activation[moves.dest])}` made"
+    if not moves.moves.accumulate:
+        return ""
+    there = ends.at(moves.dest)
+    if there.activation.any():
+        return f"it adds to what `{_name(there.activation)}` made"
+    if moves.moves.epilogue.activation is not None and there.added[:, 1:].any():
+        return f"`{moves.moves.epilogue.activation}` is of products and a bias, and more was added"
     return ""
 
 
@@ -77,8 +84,8 @@ def _made(moves: LocatedMoves, ends: Ends) -> Ends:
         added = added + ends.added[moves.dest]
     if epilogue.activation is not None:
         activation = np.full_like(activation, 1 + ACTIVATIONS.index(epilogue.activation))
-    more = np.array((epilogue.bias is not None, epilogue.residual is not None))
-    return Ends(added + more, activation)
+    is_sum = not moves.moves.copies and moves.factors is None
+    return Ends(added + [epilogue.bias is not None, epilogue.residual is not None, is_sum], activation)  # noqa: RUF005 - a sum of numbers
 
 
 def _unlike(located: Located, ends: Ends) -> Iterator[Diagnostic]:
@@ -88,7 +95,7 @@ def _unlike(located: Located, ends: Ends) -> Iterator[Diagnostic]:
         places = places[left[places]]
         if buffer.kind not in RETURNED or not len(places):
             continue
-        found = np.column_stack((ends.added[places], ends.activation[places]))
+        found = np.column_stack((ends.added[places, :2], ends.activation[places]))
         wrong = np.flatnonzero((found[:, :2] > 1).any(axis=1) | (found != found[0]).any(axis=1))
         if len(wrong):
             at, first = int(wrong[0]), located.name(int(places[0]))
