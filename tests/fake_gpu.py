@@ -34,7 +34,7 @@ from commdsl.machine.config import Config, from_environment
 from commdsl.program.arguments import FAR
 from commdsl.program.memory import Transport
 from commdsl.program.moves import BLOCK_SHARED_BYTES
-from commdsl.runtime import device, far, gate, groups
+from commdsl.runtime import device, far, gate, groups, said
 
 CONTEXT = 0xC0DE
 ARENA_BYTES = 128 << 20  # NVSHMEM_SYMMETRIC_SIZE
@@ -212,6 +212,7 @@ class FakeGpu:
         patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
         patch.setattr(groups, "_make", self._communicator)
         patch.setattr(nvrtc, "build", self._build)
+        patch.setattr(said, "ANSWER_SECONDS", 0.2)  # a rank that stays away says nothing
         patch.setattr(far._Started, "arenas", {})
         patch.setattr(gate.Filled, "orders", {})
 

@@ -18,7 +18,7 @@ import runtime_cases  # noqa: E402 - after the check for torch
 from thread_ranks import at_once, in_group  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402
-from commdsl.runtime import groups  # noqa: E402
+from commdsl.runtime import communicator, groups, said  # noqa: E402
 from commdsl.runtime.communicator import Communicator  # noqa: E402
 
 
@@ -57,6 +57,24 @@ def test_threads_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     sums = at_once(4, lambda number: op(torch.ones(50), group=names[number % 2]))
     assert sorted(made) == [*names]
     assert all(torch.equal(one, torch.full((50,), 2.0)) for one in sums)
+
+
+def test_a_reset_waits_for_who_has_yet_to_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short the time-out: a rank that has waited in vain asks the others why before it raises, and resets."""
+    monkeypatch.setenv("COMMDSL_TIMEOUT", "0.3")
+    for module in (said, communicator):
+        monkeypatch.setattr(module, "ANSWER_SECONDS", 1.0)
+    op = commdsl.load("allreduce_ring", ranks=2)
+
+    def work(rank: int, group: str) -> torch.Tensor:
+        op(torch.ones(50), group=group)
+        if rank == 0:
+            with pytest.raises(commdsl.CommTimeout, match="rank 1 never entered"):
+                op(torch.ones(50), group=group)
+        commdsl.reset(group)
+        return op(torch.ones(50), group=group)
+
+    assert all(torch.equal(one, torch.full((50,), 2.0)) for one in in_group(2, work))
 
 
 def test_shapes_without_a_group() -> None:

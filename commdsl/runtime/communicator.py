@@ -34,6 +34,7 @@ from commdsl.runtime.kernel import Kernel, Prepared, Residence
 from commdsl.runtime.landing import Region, Regions
 from commdsl.runtime.lent import Lent
 from commdsl.runtime.program import Program
+from commdsl.runtime.said import ANSWER_SECONDS
 from commdsl.runtime.setups import Setup, disagreement, of_plan
 from commdsl.runtime.streams import Streams
 from commdsl.runtime.watch import own_process, watcher
@@ -42,7 +43,9 @@ from commdsl.runtime.workspace import Explain, Reach, Start, Workspace
 Made = TypeVar("Made")
 
 RESET_PATIENCE = 2.0
-"""A reset waits this many time-outs for the others: they may still be inside a call that has to run out first."""
+"""A reset waits this many time-outs for the others, and as long as who raises asks its peers: they may still be inside
+a call that has to run out first.
+"""
 
 TEXT_SECONDS = 2.0
 """So long ranks that do not agree wait for each other's texts."""
@@ -271,7 +274,7 @@ class Communicator(Breaking, ABC):
             mine = ",".join((*(workspace.number for workspace in self.workspaces.values()), *self.regions.numbers))
 
             def meet(step: str, value: bytes) -> tuple[bytes, ...]:
-                seconds = self.timeout * (1.0 + RESET_PATIENCE)
+                seconds = self.timeout * (1.0 + RESET_PATIENCE) + ANSWER_SECONDS
                 what = f"reset group `{self.name}`"
                 return exchange(self.bootstrap, f"reset/{number}/{step}", value, seconds, what, self.ended)
 
