@@ -85,7 +85,8 @@ def _made(moves: LocatedMoves, ends: Ends) -> Ends:
     if epilogue.activation is not None:
         activation = np.full_like(activation, 1 + ACTIVATIONS.index(epilogue.activation))
     is_sum = not moves.moves.copies and moves.factors is None
-    return Ends(added + [epilogue.bias is not None, epilogue.residual is not None, is_sum], activation)  # noqa: RUF005 - a sum of numbers
+    more = np.array((epilogue.bias is not None, epilogue.residual is not None, is_sum))
+    return Ends(added + more, activation)
 
 
 def _unlike(located: Located, ends: Ends) -> Iterator[Diagnostic]:
