@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from commdsl.checks.conservation import last_write
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep
-from commdsl.ir.functions import ACTIVATIONS, PLAIN
+from commdsl.ir.functions import ACTIVATIONS
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.kinds import RETURNED
 from commdsl.language.records import dataclass
@@ -40,7 +40,7 @@ class Ends:
 
 def unfinished_results(located: Located) -> Iterator[Diagnostic]:
     """The first statement that goes on with what is finished; or each buffer of results that end in several ways."""
-    if located.schedule.epilogues == {PLAIN}:
+    if not located.schedule.epilogues:
         return
     ends = Ends(np.zeros((located.size, 3), np.int64), np.zeros(located.size, np.int64))
     for step in located.steps:

@@ -382,7 +382,7 @@ class Schedule:
     @property
     def epilogues(self) -> frozenset[Epilogue]:
         stops = {step.epilogue for step in self.steps if isinstance(step, Yield)}
-        return frozenset(stops | {one.epilogue for one in self.statements})
+        return frozenset((stops | {one.epilogue for one in self.statements}) - {PLAIN})
 
     @property
     def rowwise(self) -> tuple[Statement, ...]:
