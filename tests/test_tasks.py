@@ -17,6 +17,7 @@ from commdsl.cost.timeline import timeline
 from commdsl.ir import resolve
 from commdsl.ir.interpret import Body, run
 from commdsl.ir.schedules import Schedule, Step, Task, Yield
+from commdsl.ir.words import step_words
 from commdsl.language.diagnostics import CommError, Diagnostic
 from commdsl.language.format import format_file
 from commdsl.language.parser import parse
@@ -65,7 +66,7 @@ def test_task() -> None:
     assert task == Task("add", (0, 1), (2,), (), "compute", (), task.span)
     assert schedule.role == "comm"
     assert (schedule.num_steps, schedule.num_yields) == (1, 0)
-    assert schedule.words(task) == "compute add(a, b -> c)"
+    assert step_words(schedule, task) == "compute add(a, b -> c)"
 
 
 def test_yield_with_a_body() -> None:
@@ -79,7 +80,7 @@ def test_yield_with_a_body() -> None:
         ((0, 1), (1,), "attend", (("s", 2),)),
     ]
     assert (schedule.num_steps, schedule.num_yields) == (2, 0)
-    assert schedule.words(visits[0]) == "yield attend(kv, acc -> acc)"
+    assert step_words(schedule, visits[0]) == "yield attend(kv, acc -> acc)"
 
 
 @pytest.mark.parametrize(

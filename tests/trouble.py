@@ -269,6 +269,7 @@ class Experts:
         pending = self.experts.dispatch_send((x, torch.zeros_like(x[:, :1]).half()), given)
         dies("between its halves")
         there = pending.receive()
+        self.experts.synchronize()  # or a GPU that waited in vain would not have said so
         made = self.made(there, self.wanted(number))
         dies("before its way back")
         home = self.experts.combine(made, there.handle, weights)

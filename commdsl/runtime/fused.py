@@ -67,16 +67,11 @@ _MADE = (*_ADDED, torch.float32)
 
 def fits(plan: Plan, places: Places, rows: torch.Tensor, factor: torch.Tensor, result: torch.dtype) -> bool:
     """Whether our kernel makes these products. It waits for what moves beside: that needs no SMs, does not stand behind
-    it in the one queue to the GPU, and comes of a kernel that runs at the same time.
+    it in the one queue to the GPU. Kernels of ranks that share a GPU take turns, also where they wait.
     """
     if not rows.is_cuda or torch.cuda.get_device_capability(rows.device) != HOPPER:
         return False
-    config = from_environment()
-    if (
-        config.share_gpus
-        or config.one_queue
-        or any(one.moves.protocol is not Protocol.ENGINE for one in launches(plan))
-    ):
+    if from_environment().one_queue or any(one.moves.protocol is not Protocol.ENGINE for one in launches(plan)):
         return False
     if rows.dtype not in (torch.bfloat16, torch.float16, FLOAT8) or (rows.dtype != FLOAT8 and rows.dtype != result):
         return False

@@ -384,9 +384,9 @@ def beside(run: Parts) -> None:
 
 def two_groups(run: Parts) -> None:
     """Each call fills the GPU, and would not leave the other the SMs that it waits for."""
-    if not run.on_gpu or from_environment().share_gpus:
+    if not run.on_gpu:
         return
-    members = None, torch.distributed.new_group(backend="nccl")
+    members = None, torch.distributed.new_group()
     streams = [torch.cuda.Stream() for _ in members]
 
     def work(run: Parts, shape: Shape, calls: int) -> int:
