@@ -18,12 +18,16 @@ NAMESPACE = "commdsl_overlap"
 
 def call(module: str, name: str, run: Callable[..., Any], tensors: tuple[torch.Tensor, ...], *others: Any) -> Any:
     """`run` is what the operator of this name does, with the same arguments."""
-    if skips_dispatcher(tensors):
-        return run(*tensors, *others)
+    return run(*tensors, *others) if skips_dispatcher(tensors) else through_torch(module, name)(*tensors, *others)
+
+
+def through_torch(module: str, name: str) -> Callable[..., Any]:
+    """The operator as torch has it."""
     if torch.compiler.is_dynamo_compiling():
         from commdsl.runtime.traced import defined  # a second, where torch has traced nothing yet
 
         defined(module)
     else:
         import_module(module).library()
-    return getattr(torch.ops.commdsl_overlap, name)(*tensors, *others)
+    found: Callable[..., Any] = getattr(torch.ops.commdsl_overlap, name)
+    return found

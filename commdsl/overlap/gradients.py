@@ -1,5 +1,5 @@
-"""Turns the gradient of a result of an operator of ours into those of its rows and weights: in operators of ours, and
-products of torch's.
+"""Turns the gradient of a result of an operator of ours into those of its rows, weights and bias: in operators of ours,
+and products and sums of torch's.
 
 Assumes what `keep` has kept. Does not register anything; `functional` does.
 """
@@ -14,21 +14,31 @@ import torch
 
 from commdsl.overlap.sequence import side_by_side
 from commdsl.runtime import collective_ops, menu
+from commdsl.runtime.errors import GradientError
 
 Tensor: TypeAlias = torch.Tensor
-Gradients: TypeAlias = tuple[Tensor | None, Tensor | None]
-"""Of x and of w."""
+Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of x, of w and of a bias."""
+
+BESIDE = 3
+"""Inputs of an operator after so many may be a bias, and nothing else that has a gradient."""
 
 
-def padded(back: Callable[..., tuple[Any, ...]], ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+def padded(back: Callable[..., Gradients], ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
     """None for all inputs but tensors: scales, too, are none where there are gradients."""
-    return (*back(ctx, *gradients), *ctx.others * (None,))
+    of_x, of_w, of_bias = back(ctx, *gradients)
+    beside = ctx.needs_input_grad[BESIDE:]
+    found: list[Tensor | None] = [None] * len(beside)
+    if of_bias is not None:
+        found[beside.index(True)] = of_bias
+    return of_x, of_w, None, *found
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Each for the gradient of the other alone."""
-    x, w, ctx.group_name, *scales = inputs
-    ctx.others = 1 + len(scales)
+    x, w, ctx.group_name, *beside = inputs
+    if any(isinstance(one, str) for one in beside):
+        raise GradientError("an activation has a gradient where torch makes it: call the operator without it first")
     of_x, of_w, *_ = ctx.needs_input_grad
     ctx.save_for_backward(x if of_w else None, w if of_x else None)
 
@@ -51,21 +61,21 @@ class Direct(torch.autograd.Function):
         x: Tensor,
         w: Tensor,
         group_name: str,
+        bias: Tensor | None,
         run: Callable[..., Any],
         ways: tuple[Callable[..., Gradients], Callable[..., None]],
         call: Callable[..., Any],
     ) -> Any:
         """`run` makes the call; `ways`: of its gradients, and to keep what they need; `call` makes calls in them."""
-        given = x, w, group_name
         with torch._C._AutoDispatchBelowAutograd():  # nothing in it has a gradient of its own
-            made = run(*given)
+            made = run(x, w, group_name, bias=bias)
         (ctx.back, keeps), ctx.call = ways, call
-        keeps(ctx, given, made)
+        keeps(ctx, (x, w, group_name, bias), made)
         return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        return (*padded(ctx.back, ctx, *gradients), None, None, None)
+        return padded(ctx.back, ctx, *gradients)
 
 
 def gather_back(ctx: Any, gradient: Tensor) -> Gradients:
@@ -80,23 +90,26 @@ def _brought_back(ctx: Any, gradient: Tensor, operator: str, brought: Callable[[
     """Of an operator that multiplies what `brought` makes of x; `operator` multiplies on the way back."""
     x, w = ctx.saved_tensors
     of_x = None if w is None else _called(ctx, operator, gradient, w.t())
-    return of_x, None if x is None else _of_weights(gradient, brought(ctx, x))
+    return of_x, None if x is None else _of_weights(gradient, brought(ctx, x)), _of_bias(ctx, gradient)
 
 
 def reduce_back(ctx: Any, gradient: Tensor) -> Gradients:
+    """A bias that all ranks have alike is in all rows that they have alike."""
     x, w = ctx.saved_tensors
     of_x = None if w is None else _called(ctx, "replicated_matmul", gradient, w.t())
-    if x is None:
-        return of_x, None
-    return of_x, _of_both(ctx, gradient, x) if torch.is_grad_enabled() else _of_weights(gradient, x)
+    of_w = None
+    if x is not None:
+        of_w = _of_both(ctx, gradient, x) if torch.is_grad_enabled() else _of_weights(gradient, x)
+    return of_x, of_w, _of_bias(ctx, gradient)
 
 
 def replicated_back(ctx: Any, gradient: Tensor) -> Gradients:
     x, w = ctx.saved_tensors
     of_x = None if w is None else _called(ctx, "matmul_all_reduce", gradient, w.t())
-    if x is None:
-        return of_x, None
-    return of_x, _of_both(ctx, x, gradient).t() if torch.is_grad_enabled() else _of_weights(gradient, x)
+    of_w = None
+    if x is not None:
+        of_w = _of_both(ctx, x, gradient).t() if torch.is_grad_enabled() else _of_weights(gradient, x)
+    return of_x, of_w, _of_bias(ctx, gradient)
 
 
 def _of_both(ctx: Any, shared: Tensor, own: Tensor) -> Tensor:
@@ -122,12 +135,12 @@ def return_rows_back(ctx: Any, gradient: Tensor | None, of_rows: Tensor | None) 
 
 def _with_rows_back(
     ctx: Any,
-    of_results: Gradients,
+    of_results: tuple[Tensor | None, Tensor | None],
     kept: tuple[Tensor | None, Tensor | None],
     operator: str,
     collective: str,
 ) -> Gradients:
-    """Of the rows that were multiplied, and w; by what brings rows back multiplied, and what as they are."""
+    """Of the rows that were multiplied, w and a bias; by what brings rows back multiplied, and what as they are."""
     (gradient, of_rows), (rows, w) = of_results, kept
     of_x = of_w = None
     if gradient is not None and w is not None:
@@ -137,35 +150,39 @@ def _with_rows_back(
     if of_rows is not None and ctx.needs_input_grad[0]:
         back = _moved(ctx, collective, of_rows)
         of_x = back if of_x is None else of_x + back
-    return of_x, of_w
+    return of_x, of_w, None if gradient is None else _of_bias(ctx, gradient)
 
 
 def scatter_back(ctx: Any, gradient: Tensor) -> Gradients:
-    return _sent_back(ctx, gradient, "all_gather_matmul", _all_rows, lambda rows: rows)
+    x, _ = ctx.saved_tensors
+    of_x, there = _sent_back(ctx, gradient, ("all_gather_matmul", "all_gather"), x is not None)
+    return of_x, None if there is None else _of_weights(there, x), _of_bias(ctx, gradient)
 
 
 def exchange_back(ctx: Any, gradient: Tensor) -> Gradients:
-    def rows_of(columns: Tensor) -> Tensor:
-        return side_by_side(columns, menu.size(ctx.group_name))
-
-    return _sent_back(ctx, gradient, "all_to_all_matmul", _all_columns, rows_of)
+    """A bias is in columns of this rank's rows that all ranks have."""
+    x, _ = ctx.saved_tensors
+    has_bias = any(ctx.needs_input_grad[BESIDE:])
+    of_x, there = _sent_back(ctx, gradient, ("all_to_all_matmul", "all_to_all"), x is not None or has_bias)
+    if there is None:
+        return of_x, None, None
+    columns = side_by_side(there, menu.size(ctx.group_name))
+    return of_x, None if x is None else _of_weights(columns, x), _of_bias(ctx, columns)
 
 
 def _sent_back(
-    ctx: Any,
-    gradient: Tensor,
-    operator: str,
-    brought: Callable[[Any, Tensor], Tensor],
-    rows_of: Callable[[Tensor], Tensor],
-) -> Gradients:
-    """The gradients of all ranks come once: w has them from what x needs them for, as `rows_of` makes them of it."""
-    x, w = ctx.saved_tensors
+    ctx: Any, gradient: Tensor, ways: tuple[str, str], is_needed: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of x, and the gradients of all ranks where these are needed, too: they come once. `ways`: the operator that
+    brings them multiplied, the collective that brings them as they are.
+    """
+    (operator, collective), (_, w) = ways, ctx.saved_tensors
     if w is None:
-        return None, _of_weights(brought(ctx, gradient), x)
-    if x is None:
+        return None, _moved(ctx, collective, gradient) if is_needed else None
+    if not is_needed:
         return _called(ctx, operator, gradient, w.t()), None
     of_x, there = _called(ctx, f"{operator}_rows", gradient, w.t())
-    return of_x, _of_weights(rows_of(there), x)
+    return of_x, there
 
 
 def _called(ctx: Any, operator: str, x: Tensor, w: Tensor) -> Any:
@@ -191,6 +208,14 @@ def _all_columns(ctx: Any, x: Tensor) -> Tensor:
 
 def _of_weights(gradient: Tensor, rows: Tensor) -> Tensor:
     return torch.mm(_matrix(gradient).t(), _matrix(rows))
+
+
+def _of_bias(ctx: Any, gradient: Tensor) -> Tensor | None:
+    """Of what is in each of these rows: summed in float32 or wider, rounded once."""
+    if not any(ctx.needs_input_grad[BESIDE:]):
+        return None
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return _matrix(gradient).sum(0, dtype=wide).to(gradient.dtype)
 
 
 def _matrix(rows: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ import torch
 from commdsl.machine.errors import ArgumentError
 from commdsl.overlap.functional import (
     all_gather_matmul,
-    cast,
     matmul_all_reduce,
     matmul_reduce_scatter,
     replicated_matmul,
@@ -58,11 +57,10 @@ class ColumnParallelLinear(torch.nn.Linear):
         return f"{super().extra_repr()}, {_said(self)}, keep_rows={self.keep_rows}"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given: dict[str, Any] = {"bias": self.bias, "group": self.group_name}
         if self.sequence_parallel:
-            found = all_gather_matmul(x, self.weight, group=self.group_name, keep_rows=self.keep_rows)
-        else:
-            found = replicated_matmul(x, self.weight, group=self.group_name)
-        return found if self.bias is None else found + cast(self.bias)
+            return all_gather_matmul(x, self.weight, keep_rows=self.keep_rows, **given)
+        return replicated_matmul(x, self.weight, **given)
 
 
 class RowParallelLinear(torch.nn.Linear):
@@ -102,14 +100,12 @@ class RowParallelLinear(torch.nn.Linear):
         return f"{super().extra_repr()}, {_said(self)}"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        multiply = matmul_reduce_scatter if self.sequence_parallel else matmul_all_reduce
-        found = multiply(x, self.weight, group=self.group_name)
-        if self.bias is None:
-            return found
-        bias: torch.Tensor = self.bias
-        if self.sequence_parallel:
+        bias: torch.Tensor | None = self.bias
+        if not self.sequence_parallel:
+            return matmul_all_reduce(x, self.weight, bias=bias, group=self.group_name)
+        if bias is not None:
             bias = collectives.all_gather(bias, self.group_name)
-        return found + cast(bias)
+        return matmul_reduce_scatter(x, self.weight, bias=bias, group=self.group_name)
 
 
 def _draw_block(one: torch.Tensor, features: int, group_name: str) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from commdsl.ir.functions import ACTIVATIONS, GATED
 from commdsl.overlap.auto import OPERATORS, Product, choose
-from commdsl.planner.tuning.selection import SEQUENCE, Candidate, Tune
+from commdsl.planner.tuning.selection import SEQUENCE, Candidate, Params, Tune
 from commdsl.runtime import groups, menu
 from commdsl.runtime.calls import MAX_KEPT
 from commdsl.runtime.op import Op
@@ -27,6 +28,9 @@ EXCHANGE, RETURN = "matmul_all_to_all", "all_to_all_matmul"
 NORM = "allreduce_rms_norm"
 WITH_ROWS = "_rows"
 """Behind the name of what makes `GATHER` or `RETURN`: the rows that came are a second result."""
+
+_GATED = ("A", 1 + ACTIVATIONS.index(GATED))
+"""What makes half as many columns as there are weights."""
 
 FEW_BYTES = 4 << 20
 """Sent by a rank: of more, an all-reduce in two steps sends fewer."""
@@ -53,25 +57,32 @@ def _in_lines(matrix: torch.Tensor) -> torch.Tensor:
     return matrix if matrix.is_contiguous() or lies_in_lines(matrix) else matrix.contiguous()
 
 
-def program(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) -> Op | None:
-    """x, w: `operands`."""
-    product = _product(operator, x, w, group_name)
-    return None if product is None else _chosen("", x.device, *product)
+def ending(bias: torch.Tensor | None, activation: str | None) -> Params:
+    """What the schedules of products take as parameters for what these end with. Where there is neither: nothing."""
+    added: Params = () if bias is None else (("B", 1),)
+    return added if activation is None else (*added, ("A", 1 + ACTIVATIONS.index(activation)))
 
 
-def program_with_rows(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) -> Op | None:
+def program(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str, end: Params = ()) -> Op | None:
+    """x, w: `operands`; `end`: `ending`, of which a choice does not depend."""
+    product = _product(operator, x, w, group_name, end)
+    return None if product is None else _chosen("", end, x.device, *product)
+
+
+def program_with_rows(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str, end: Params = ()) -> Op | None:
     """As that of `GATHER` or `RETURN`, and chosen as that is."""
-    product = _product(operator, x, w, group_name)
-    return None if product is None else _chosen(WITH_ROWS, x.device, *product)
+    product = _product(operator, x, w, group_name, end)
+    return None if product is None else _chosen(WITH_ROWS, end, x.device, *product)
 
 
-def _product(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) -> tuple[Any, ...] | None:
+def _product(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str, end: Params) -> tuple[Any, ...] | None:
     """The fields of what is chosen for, None where no schedule multiplies."""
     ranks = menu.size(group_name)
     called = OPERATORS[operator]
     rows = x.shape[0] if called.all_rows else x.shape[0] * ranks
     columns = w.shape[-2] // ranks if called.all_columns else w.shape[-2]
-    if ranks == 1 or not _is_multiplied(x, w, columns) or groups.reaches_far(group_name, x.device):
+    made = columns // 2 if _GATED in end else columns
+    if ranks == 1 or not _is_multiplied(x, w, made) or groups.reaches_far(group_name, x.device):
         return None
     if rows % ranks:
         return None
@@ -80,13 +91,13 @@ def _product(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str) -
 
 
 @lru_cache(maxsize=MAX_KEPT)
-def _chosen(suffix: str, device: torch.device, *product: Any) -> Op | None:
+def _chosen(suffix: str, end: Params, device: torch.device, *product: Any) -> Op | None:
     """What is chosen for a product, which is the same in every call; `suffix`: of its schedule's name."""
     chosen = choose(Product(*product), menu.name_of_device(device))
     _LOGGER.debug("%s of %d bytes runs %s", chosen.collective, chosen.nbytes, chosen)
     if chosen.schedule == SEQUENCE:
         return None
-    return menu.loaded(Candidate(chosen.schedule + suffix, chosen.params, chosen.tune), chosen.ranks)
+    return menu.loaded(Candidate(chosen.schedule + suffix, (*chosen.params, *end), chosen.tune), chosen.ranks)
 
 
 def row_program(x: torch.Tensor, group_name: str) -> Op | None:
@@ -99,7 +110,7 @@ def row_program(x: torch.Tensor, group_name: str) -> Op | None:
 
 
 def _is_multiplied(x: torch.Tensor, w: torch.Tensor, columns: int) -> bool:
-    """Whether a schedule takes these: on GPUs what its kernel multiplies. `columns`: of a product."""
+    """Whether a schedule takes these: on GPUs what its kernel multiplies. `columns`: of a result."""
     if not (x.numel() and w.numel()):
         return False
     if x.is_cuda:

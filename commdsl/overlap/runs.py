@@ -14,14 +14,25 @@ from typing import Any, TypeAlias
 
 import torch
 
+from commdsl.ir.functions import GATED
 from commdsl.overlap import shapes
-from commdsl.overlap.programs import EXCHANGE, GATHER, REDUCE, RETURN, SCATTER, operands, program, program_with_rows
-from commdsl.overlap.sequence import WAYS, multiply_there
+from commdsl.overlap.programs import (
+    EXCHANGE,
+    GATHER,
+    REDUCE,
+    RETURN,
+    SCATTER,
+    ending,
+    operands,
+    program,
+    program_with_rows,
+)
+from commdsl.overlap.sequence import WAYS, multiply, multiply_there
 from commdsl.runtime import collectives, given, groups
 from commdsl.runtime.calls import MAX_KEPT
 from commdsl.runtime.kept import keep
 from commdsl.runtime.products import Multiplying
-from commdsl.runtime.tensors import check_scales
+from commdsl.runtime.tensors import check_scales, made_of
 
 Tensor: TypeAlias = torch.Tensor
 Shape: TypeAlias = list[Any]
@@ -41,7 +52,7 @@ class _Seen:
 
 
 class Run:
-    """One operator: of x, w, the name of a group, and two scales or none."""
+    """One operator: of x, w, the name of a group, two scales or none, and what its products end with."""
 
     def __init__(
         self,
@@ -49,43 +60,90 @@ class Run:
         shape: Callable[[Tensor, Tensor, str], Shape],
         shape_of_rows: Callable[[Tensor, str], Shape] | None = None,
     ) -> None:
-        """`product`: of `PRODUCTS`; `shape`: of the result, refuses what is no product; `shape_of_rows`: of those that
-        came, where they are a second result.
+        """`product`: of `PRODUCTS`; `shape`: of the product, refuses what is none; `shape_of_rows`: of those that came,
+        where they are a second result.
         """
         self._product, self._shape, self._shape_of_rows = product, shape, shape_of_rows
         self._seen: dict[Hashable, _Seen] = {}
 
-    def __call__(self, x: Tensor, w: Tensor, group_name: str, *scales: Tensor | None) -> Any:
-        given = [one for one in scales if one is not None]
-        key = (group_name, len(given), x.dtype, x.device, x.shape, w.dtype, w.device, w.shape)
+    def __call__(
+        self,
+        x: Tensor,
+        w: Tensor,
+        group_name: str,
+        scale_x: Tensor | None = None,
+        scale_w: Tensor | None = None,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Any:
+        scales = [one for one in (scale_x, scale_w) if one is not None]
+        added = None if bias is None else (bias.dtype, bias.device, bias.shape)
+        key = (group_name, len(scales), x.dtype, x.device, x.shape, w.dtype, w.device, w.shape, added, activation)
         seen = self._seen.get(key)
         behind = groups.resolve(group_name)[1]
         if seen is None or behind is None or seen.owner() is not behind:
-            return self._first(key, x, w, group_name, given)
+            return self._first(key, x, w, group_name, scales, bias, activation)
         call = None if seen.call is None else seen.call()
         if seen.call is not None and (call is None or not call.serves(behind)):
-            return self._first(key, x, w, group_name, given)
-        if given:
-            check_scales(self._product, x, w, given)
+            return self._first(key, x, w, group_name, scales, bias, activation)
+        if scales:
+            check_scales(self._product, x, w, scales)
         rows, factor = operands(self._product, x, w, group_name)
         if call is None:
-            return _shaped(self._one_after_the_other(rows, factor, group_name, given), seen.shapes, x)
-        return _shaped(call((rows, factor, *given)), seen.shapes, x)
+            found = self._one_after_the_other(rows, factor, group_name, scales, bias, activation)
+            return _shaped(found, seen.shapes, x)
+        inputs = (rows, factor, *scales) if bias is None else (rows, factor, bias.contiguous(), *scales)
+        return _shaped(call(inputs), seen.shapes, x)
 
-    def _first(self, key: Hashable, x: Tensor, w: Tensor, group_name: str, scales: Sequence[Tensor]) -> Any:
+    def _wanted(
+        self, x: Tensor, w: Tensor, group_name: str, bias: Tensor | None, activation: str | None
+    ) -> list[Shape]:
+        """The shapes of the results. Refuses what is no product, and what none ends with."""
+        made = self._shape(x, w, group_name)
+        if bias is not None:
+            shapes.check_bias(self._product, x, w, bias)
+        shapes.check_activation(self._product, x, w, activation)
+        if activation == GATED:
+            made[-1] = made[-1] // 2
+        return [made] if self._shape_of_rows is None else [made, self._shape_of_rows(x, group_name)]
+
+    def fake(
+        self,
+        x: Tensor,
+        w: Tensor,
+        group_name: str,
+        scale_x: Tensor | None = None,
+        scale_w: Tensor | None = None,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Any:
+        """What a call gives, of tensors without data."""
+        shape, *of_rows = self._wanted(x, w, group_name, bias, activation)
+        made = x.new_empty(shape, dtype=made_of(x.dtype))
+        return (made, x.new_empty(of_rows[0])) if of_rows else made
+
+    def _first(
+        self,
+        key: Hashable,
+        x: Tensor,
+        w: Tensor,
+        group_name: str,
+        scales: Sequence[Tensor],
+        bias: Tensor | None,
+        activation: str | None,
+    ) -> Any:
         """Of such tensors, as far as is known."""
-        wanted = [self._shape(x, w, group_name)]
-        if self._shape_of_rows is not None:
-            wanted.append(self._shape_of_rows(x, group_name))
+        wanted = self._wanted(x, w, group_name, bias, activation)
         check_scales(self._product, x, w, scales)
         rows, factor = operands(self._product, x, w, group_name)
         find = program if self._shape_of_rows is None else program_with_rows
-        op = find(self._product, rows, factor, group_name)
+        op = find(self._product, rows, factor, group_name, ending(bias, activation))
         owner = groups.owner_of(group_name)
         if op is None:
             keep(self._seen, key, _Seen(None, owner, wanted), MAX_KEPT)
-            return _shaped(self._one_after_the_other(rows, factor, group_name, scales), wanted, x)
-        inputs = (rows, factor, *scales)
+            found = self._one_after_the_other(rows, factor, group_name, scales, bias, activation)
+            return _shaped(found, wanted, x)
+        inputs = (rows, factor, *scales) if bias is None else (rows, factor, bias.contiguous(), *scales)
         call = op.bound(inputs, group_name, AS_ASKED)
         assert isinstance(call, Multiplying)
         if not call.compares:  # which ranks do on the way
@@ -93,13 +151,20 @@ class Run:
         return _shaped(call(inputs), wanted, x)
 
     def _one_after_the_other(
-        self, rows: Tensor, factor: Tensor, group_name: str, scales: Sequence[Tensor]
+        self,
+        rows: Tensor,
+        factor: Tensor,
+        group_name: str,
+        scales: Sequence[Tensor],
+        bias: Tensor | None,
+        activation: str | None,
     ) -> list[Tensor]:
         if self._shape_of_rows is None:
-            return [WAYS[self._product](rows, factor, group_name, *scales)]
+            activates = {} if activation is None else {"activation": activation}  # which one alone takes
+            return [WAYS[self._product](rows, factor, group_name, *scales, bias=bias, **activates)]
         bring = collectives.all_gather if self._product == GATHER else collectives.all_to_all
         there = bring(rows, group=group_name)
-        return [multiply_there(there, factor, *scales), there]
+        return [multiply_there(there, factor, *scales, bias=bias), there]
 
 
 def _shaped(made: Sequence[Tensor], wanted: Sequence[Shape], x: Tensor) -> Any:
@@ -114,13 +179,26 @@ def _shaped(made: Sequence[Tensor], wanted: Sequence[Shape], x: Tensor) -> Any:
 _unsafe_view: Callable[[Tensor, list[Any]], Tensor] = torch.ops.aten._unsafe_view.default
 
 
-def _replicated_matmul(x: Tensor, w: Tensor, group_name: str) -> Tensor:
-    shape = shapes.replicated(x, w)
-    found: Tensor = _shaped([torch.mm(x.flatten(0, -2), w.t())], (shape,), x)
-    return found
+class Replicated:
+    """The operator to which nothing travels."""
+
+    def __call__(self, x: Tensor, w: Tensor, group_name: str, bias: Tensor | None = None) -> Tensor:
+        shape = self._shape(x, w, bias)
+        found: Tensor = _shaped([multiply(x.flatten(0, -2), w, bias=bias)], (shape,), x)
+        return found
+
+    def fake(self, x: Tensor, w: Tensor, group_name: str, bias: Tensor | None = None) -> Tensor:
+        """As that of `Run`."""
+        return x.new_empty(self._shape(x, w, bias))
+
+    def _shape(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Shape:
+        shape = shapes.replicated(x, w)
+        if bias is not None:
+            shapes.check_bias("replicated_matmul", x, w, bias)
+        return shape
 
 
-RUNS: dict[str, Callable[..., Any]] = {
+RUNS: dict[str, Run | Replicated] = {
     "all_gather_matmul": Run(GATHER, shapes.gathered),
     "all_gather_matmul_rows": Run(GATHER, shapes.gathered, shapes.rows_of),
     "matmul_reduce_scatter": Run(SCATTER, shapes.scattered),
@@ -128,6 +206,6 @@ RUNS: dict[str, Callable[..., Any]] = {
     "matmul_all_to_all": Run(EXCHANGE, shapes.exchanged),
     "all_to_all_matmul": Run(RETURN, shapes.returned),
     "all_to_all_matmul_rows": Run(RETURN, shapes.returned, shapes.columns_of),
-    "replicated_matmul": _replicated_matmul,
+    "replicated_matmul": Replicated(),
 }
 """By operator, what it does."""

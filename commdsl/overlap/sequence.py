@@ -12,51 +12,70 @@ from typing import TypeAlias
 import torch
 
 from commdsl.runtime import collectives, menu
-from commdsl.runtime.products import multiplied
+from commdsl.runtime.products import activated, multiplied
 from commdsl.runtime.tensors import made_of
 
 Tensor: TypeAlias = torch.Tensor
 Way: TypeAlias = Callable[..., Tensor]
 
 
-def gather_then_multiply(rows: Tensor, factor: Tensor, group_name: str | None = None, *scales: Tensor) -> Tensor:
+def gather_then_multiply(
+    rows: Tensor,
+    factor: Tensor,
+    group_name: str | None = None,
+    *scales: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
     """rows (n, K), factor (N, K) -> (P * n, N)."""
-    return multiply(collectives.all_gather(rows, group_name), factor, *scales)
+    return multiply(collectives.all_gather(rows, group_name), factor, *scales, bias=bias, activation=activation)
 
 
-def multiply_then_reduce(rows: Tensor, factor: Tensor, group_name: str | None = None, *scales: Tensor) -> Tensor:
+def multiply_then_reduce(
+    rows: Tensor, factor: Tensor, group_name: str | None = None, *scales: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """rows (n, K), factor (N, K) -> (n, N)."""
     found: Tensor = collectives.all_reduce(multiply(rows, factor, *scales), group=group_name)
-    return found
+    return found if bias is None else found.add_(bias)
 
 
-def multiply_then_scatter(rows: Tensor, factor: Tensor, group_name: str | None = None, *scales: Tensor) -> Tensor:
+def multiply_then_scatter(
+    rows: Tensor, factor: Tensor, group_name: str | None = None, *scales: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """rows (P * n, K), factor (N, K) -> (n, N)."""
     found: Tensor = collectives.reduce_scatter(multiply(rows, factor, *scales), group=group_name)
-    return found
+    return found if bias is None else found.add_(bias)
 
 
-def multiply_then_exchange(rows: Tensor, factor: Tensor, group_name: str | None = None, *scales: Tensor) -> Tensor:
+def multiply_then_exchange(
+    rows: Tensor, factor: Tensor, group_name: str | None = None, *scales: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """rows (n, K), factor (P * N, K) -> (P * n, N). As many products as ranks: what goes to one lies side by side."""
     ranks = menu.size(group_name)
     if scales:
-        made = torch.cat([multiply(rows, one, *scales) for one in factor.chunk(ranks)])
+        biases = [None] * ranks if bias is None else bias.chunk(ranks)
+        blocks = zip(factor.chunk(ranks), biases, strict=True)
+        made = torch.cat([multiply(rows, one, *scales, bias=added) for one, added in blocks])
     else:
-        made = torch.bmm(rows.expand(ranks, -1, -1), factor.unflatten(0, (ranks, -1)).mT).flatten(0, 1)
+        given = rows.expand(ranks, -1, -1), factor.unflatten(0, (ranks, -1)).mT
+        made = torch.bmm(*given) if bias is None else torch.baddbmm(bias.view(ranks, 1, -1), *given)
+        made = made.flatten(0, 1)
     found: Tensor = collectives.all_to_all(made, group=group_name)
     return found
 
 
-def exchange_then_multiply(rows: Tensor, factor: Tensor, group_name: str | None = None, *scales: Tensor) -> Tensor:
+def exchange_then_multiply(
+    rows: Tensor, factor: Tensor, group_name: str | None = None, *scales: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """rows (P * n, K), factor (P, N, K) -> (n, N)."""
-    return multiply_there(collectives.all_to_all(rows, group=group_name), factor, *scales)
+    return multiply_there(collectives.all_to_all(rows, group=group_name), factor, *scales, bias=bias)
 
 
-def multiply_there(there: Tensor, factor: Tensor, *scales: Tensor) -> Tensor:
+def multiply_there(there: Tensor, factor: Tensor, *scales: Tensor, bias: Tensor | None = None) -> Tensor:
     """The rows of all ranks, or columns of all ranks by a factor for each: (P * n, K), (P, N, K) -> (n, N)."""
     if factor.dim() == 3:
         there, factor = side_by_side(there, len(factor)), factor.movedim(0, 1).flatten(1)
-    return multiply(there, factor, *scales)
+    return multiply(there, factor, *scales, bias=bias)
 
 
 def side_by_side(blocks: Tensor, ranks: int) -> Tensor:
@@ -66,11 +85,19 @@ def side_by_side(blocks: Tensor, ranks: int) -> Tensor:
     return apart.movedim(0, -2).reshape(rows // ranks, *between, ranks * columns)
 
 
-def multiply(rows: Tensor, factor: Tensor, *scales: Tensor) -> Tensor:
-    """rows (n, K), factor (N, K) -> (n, N); `scales` of float8, of both."""
-    if not scales:
-        return torch.mm(rows, factor.t())
-    return multiplied(rows, factor, made_of(rows.dtype), scales)
+def multiply(
+    rows: Tensor, factor: Tensor, *scales: Tensor, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """rows (n, K), factor (N, K) -> (n, N); `scales` of float8, of both. Rounded once, behind what follows."""
+    if not scales and activation is None:
+        return torch.mm(rows, factor.t()) if bias is None else torch.addmm(bias, rows, factor.t())
+    made = made_of(rows.dtype)
+    if bias is None and activation is None:
+        return multiplied(rows, factor, made, scales)
+    wide = multiplied(rows, factor, torch.promote_types(made, torch.float32), scales)
+    if bias is not None:
+        wide += bias
+    return activated(wide, activation).to(made)
 
 
 WAYS: dict[str, Way] = {

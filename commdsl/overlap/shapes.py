@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from commdsl.ir.functions import ACTIVATIONS, GATED
+from commdsl.machine.errors import ArgumentError
 from commdsl.runtime import menu
 from commdsl.runtime.errors import TensorError
 from commdsl.runtime.tensors import made_of
@@ -84,33 +86,22 @@ def check(name: str, x: Tensor, w: Tensor, ranks: int = 1) -> None:
         raise TensorError(f"`{name}`: `x` is (rows, ..., K) and `w` (N, {depth}), got {shapes}")
 
 
-def fake_gather(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
-    return x.new_empty(gathered(x, w, group_name), dtype=made_of(x.dtype))
+def check_bias(name: str, x: Tensor, w: Tensor, bias: Tensor) -> None:
+    """It has a number for each row of `w`, of the type of results."""
+    wanted, of = tuple(w.shape[:1]), made_of(x.dtype)
+    if tuple(bias.shape) != wanted or bias.dtype != of or bias.device != x.device:
+        kinds = f"{wanted} of {of} on {x.device}, got {tuple(bias.shape)} of {bias.dtype} on {bias.device}"
+        raise TensorError(f"`{name}`: `bias` is a number for each row of `w`, {kinds}")
 
 
-def fake_rows(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> tuple[Tensor, Tensor]:
-    return fake_gather(x, w, group_name), x.new_empty(rows_of(x, group_name))
-
-
-def fake_scatter(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
-    return x.new_empty(scattered(x, w, group_name), dtype=made_of(x.dtype))
-
-
-def fake_reduce(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
-    return x.new_empty(reduced(x, w, group_name), dtype=made_of(x.dtype))
-
-
-def fake_exchange(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
-    return x.new_empty(exchanged(x, w, group_name), dtype=made_of(x.dtype))
-
-
-def fake_return(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> Tensor:
-    return x.new_empty(returned(x, w, group_name), dtype=made_of(x.dtype))
-
-
-def fake_return_rows(x: Tensor, w: Tensor, group_name: str, *_: Tensor | None) -> tuple[Tensor, Tensor]:
-    return fake_return(x, w, group_name), x.new_empty(columns_of(x, group_name))
-
-
-def fake_replicated(x: Tensor, w: Tensor, group_name: str) -> Tensor:
-    return x.new_empty(replicated(x, w))
+def check_activation(name: str, x: Tensor, w: Tensor, activation: str | None) -> None:
+    """It is one of ours, or none, and of floats."""
+    if activation is None:
+        return
+    if activation not in ACTIVATIONS:
+        raise ArgumentError(f"`{name}`: no activation {activation!r}; there are {', '.join(ACTIVATIONS)}")
+    if not x.is_floating_point():
+        raise TensorError(f"`{name}`: `{activation}` is of floats, got {x.dtype}")
+    if activation == GATED and w.shape[0] % 2:
+        what = f"a gate and as many columns that it is multiplied with, not {w.shape[0]} in all"
+        raise TensorError(f"`{name}`: `w` makes {what}")
