@@ -49,10 +49,11 @@ def biased(x, up, down):
     return scatter(linear(linear(gather(x), up, up[:, 0]), down, down[:, 0]))
 
 class Watched(MicroPipelineTP):
-    kept = 0  # nodes of functional collectives
+    kept = added = 0  # nodes of functional collectives, and of sums
 
     def __call__(self, graph):
         super().__call__(graph)
+        self.added += sum(node.target is torch.ops.aten.add.Tensor for node in graph.nodes)
         self.kept += sum(str(node.target).startswith("_c10d_functional.") for node in graph.nodes)
 
 def exchange(x):
@@ -91,7 +92,7 @@ def check(what, function, backward, wanted, by=by_hand):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
     assert dict(tp.count) == wanted, (what, tp)
     if rank == 0:
-        print(f"{what}: {tp}; of collectives {tp.kept} nodes")
+        print(f"{what}: {tp}; of collectives {tp.kept} nodes, of sums {tp.added}")
 
 both = {"all_gather_matmul": 1, "matmul_reduce_scatter": 1}
 check("forward", layers, False, both, by_inductor)
@@ -109,24 +110,24 @@ dist.destroy_process_group()
 """
 
 SAID = """\
-forward: 1 all_gather_matmul, 1 matmul_reduce_scatter; of collectives 0 nodes
-all rows on all ranks: 1 matmul_all_reduce; of collectives 0 nodes
-more dimensions: 1 all_gather_matmul, 1 matmul_reduce_scatter; of collectives 0 nodes
-rows of two products, an average, another dimension: 1 all_gather_matmul_rows, 1 left; of collectives 4 nodes
-a bias: 1 all_gather_matmul, 1 left; of collectives 2 nodes
-a bias, backward: 2 all_gather_matmul_rows, 1 left, 1 matmul_reduce_scatter; of collectives 2 nodes
-heads: 1 all_to_all_matmul, 1 matmul_all_to_all; of collectives 0 nodes
-columns as they lie: 2 left; of collectives 4 nodes
-heads, backward: 2 all_to_all_matmul_rows, 2 matmul_all_to_all; of collectives 0 nodes
-backward: 2 all_gather_matmul_rows, 2 matmul_reduce_scatter; of collectives 0 nodes
+forward: 1 all_gather_matmul, 1 matmul_reduce_scatter; of collectives 0 nodes, of sums 0
+all rows on all ranks: 1 matmul_all_reduce; of collectives 0 nodes, of sums 0
+more dimensions: 1 all_gather_matmul, 1 matmul_reduce_scatter; of collectives 0 nodes, of sums 0
+rows of two products, an average, another dimension: 1 all_gather_matmul_rows, 1 left; of collectives 4 nodes, of sums 0
+a bias: 1 all_gather_matmul, 1 left; of collectives 2 nodes, of sums 0
+a bias, backward: 2 all_gather_matmul_rows, 1 left, 1 matmul_reduce_scatter; of collectives 2 nodes, of sums 2
+heads: 1 all_to_all_matmul, 1 matmul_all_to_all; of collectives 0 nodes, of sums 0
+columns as they lie: 2 left; of collectives 4 nodes, of sums 0
+heads, backward: 2 all_to_all_matmul_rows, 2 matmul_all_to_all; of collectives 0 nodes, of sums 0
+backward: 2 all_gather_matmul_rows, 2 matmul_reduce_scatter; of collectives 0 nodes, of sums 0
 """
 
 
 def test_compiled(tmp_path: Path) -> None:
     """Of products of what travels, of sums that alone are scattered, and of columns that are dealt out, operators are
     made, in forward and backward.
-    Rows that are needed again are a result, too: those of a forward pass are, and of a backward pass. A bias is added
-    to what an operator made.
+    Rows that are needed again are a result, too: those of a forward pass are, and of a backward pass. Operators add a
+    bias.
     """
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)

@@ -94,6 +94,11 @@ class _Found:
         """Before what the operator is to stand: the first who needs something of it."""
         return self.end if self.there is None else min(self.there.users)
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether the operator adds the bias: one of columns, which is not made after the rows have come."""
+        return self.bias is not None and len(_shape(self.bias)) == 1 and self.bias < self.place
+
 
 def _gathered(product: Node) -> _Found | None:
     """A product of rows that were gathered."""
@@ -229,7 +234,7 @@ def _shape(node: Node) -> Any:
 
 
 def _replace(graph: Graph, found: _Found) -> None:
-    shape = _shape(found.end)
+    shape, is_ended = _shape(found.end), found.is_ended
     with graph.inserting_before(found.place):
         weights, is_turned = _unturned(found.factor)
         if not is_turned:
@@ -238,13 +243,14 @@ def _replace(graph: Graph, found: _Found) -> None:
         given = found.rows
         if found.width is not None:
             given = _as(graph, given, [-1, found.width])
-        made = _call(graph, operator, given, weights, found.group)
+        end = (None, None, found.bias) if is_ended else ()  # no scales
+        made = _call(graph, operator, given, weights, found.group, *end)
         if found.there is not None:
             both = made
             made, rows = (_call(graph, getitem, both, number) for number in range(2))
             found.there.replace_all_uses_with(_as(graph, rows, _shape(found.there)))
         made = _as(graph, made, [-1, *shape[1:]])
-    if found.bias is not None:  # which may be made after the rows have come
+    if found.bias is not None and not is_ended:
         with graph.inserting_before(found.end):
             made = _call(graph, aten.add.Tensor, made, found.bias)
     found.end.replace_all_uses_with(made)

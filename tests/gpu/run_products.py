@@ -2,10 +2,11 @@
 
     torchrun --nproc-per-node 2 tests/gpu/run_products.py [--calls 300 --replays 30 --only storm --operators NAME]
 
-exact     all operators as they choose, and their schedules in one piece and in four, also where products push; matrices
-          by columns, float8, tails of tiles, tiles cut along K, and what no schedule multiplies: eagerly
+exact     all operators as they choose, and their schedules in one piece and in four, also where products push; with a
+          bias, and with activations, which are within 2^-7; matrices by columns, float8, tails of tiles, tiles cut
+          along K, and what no schedule multiplies: eagerly
 graphs    graphs of two calls, replayed with other numbers
-gradients those of rows and of weights
+gradients those of rows, of weights and of a bias
 stamps    time stamps of a call, which rank 0 prints: the time that they say is within 5 % of that of events around it
 beside    while NCCL sums up on another stream, begun before the product on every other rank and behind it on the rest
 groups    of two groups at once, on two streams, begun by all ranks in one order
@@ -13,9 +14,8 @@ compiled  by torch.compile(mode="reduce-overhead"), which makes the first call i
 storm     calls of random shapes in random order, eagerly and replayed, GPU and host delays, no barrier in between; some
           eager ones on tensors where others were before, some not
 
-Each rank computes by itself what it must hold: sums in float64, of which those of other ranks are rounded before they
-are added, as they travel; its own, too, where the operator's choice is to multiply first and then to send. Exit code 1:
-a wrong result, an exception, or a part that did not end in time. `--device cpu` runs all but graphs on host ranks.
+What a rank must hold says `products.py`. Exit code 1: a wrong result, an exception, or a part that did not end in time.
+`--device cpu` runs all but graphs on host ranks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product as pairs
 from pathlib import Path
@@ -41,6 +40,7 @@ os.environ.setdefault("COMMDSL_TIMEOUT", "15")
 import repeated
 import runner
 import torch
+from products import BACK, DTYPE, PIECES, WANTED, Shape, brought_back
 from repeated import Repeated, replayed
 from runner import Part, Parts
 
@@ -49,20 +49,13 @@ from commdsl.machine.config import from_environment
 from commdsl.overlap import (
     all_gather_matmul,
     all_to_all_matmul,
-    choice,
     matmul_all_reduce,
     matmul_all_to_all,
     matmul_reduce_scatter,
 )
 from commdsl.overlap.auto import OPERATORS
-from commdsl.overlap.programs import operands
-from commdsl.planner.tuning.selection import SEQUENCE
 from commdsl.runtime import again, given, groups
-from commdsl.runtime.menu import name_of_device
 
-DTYPE, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
-SCALES = (4.0, 0.125)
-"""Of float8."""
 SIZES = (
     (128, 64, 128),
     (520, 72, 136),
@@ -74,144 +67,12 @@ SIZES = (
 )
 """Rows of a rank, K and N."""
 
-PIECES = (1, 4)
-PUSHING = (matmul_reduce_scatter, matmul_all_reduce, matmul_all_to_all)
-"""What is made for others can be put to them by products."""
 CALLS = 3
 BESIDE = 20
 COMPILED = 6  # one that is made, one that is captured, and replays
 MORE = 1 << 24  # elements that NCCL sums up
 GRACE = 15.0
 
-
-@dataclass(frozen=True)
-class Shape:
-    """One product of every rank, and what travels for it."""
-
-    call: Callable[[Any, Any], Any]  # an operator of `commdsl.overlap`
-    rows: int  # of a rank's own
-    depth: int
-    columns: int  # of a rank's results
-    pieces: int = 0  # in which its schedule has rows; 0: as the operator chooses
-    matmul: str = "kernel"  # which makes its products; "push": and puts them to peers
-    by_columns: bool = False  # as weights lie, and rows that do not travel
-    dtype: torch.dtype = DTYPE
-
-    def __str__(self) -> str:
-        pieces = f" in {self.pieces}" if self.pieces else ""
-        pieces += " pushed" if self.matmul == "push" else ""
-        pieces += " by columns" if self.by_columns else " of float8" if self.dtype == FLOAT8 else ""
-        return f"{self.call.__name__} {self.rows}x{self.depth}x{self.columns}{pieces}"
-
-    def ways(self) -> Iterator[Shape]:
-        """Itself, and what its schedule makes of it whatever the operator chooses."""
-        yield self
-        if self.depth % 8 == 0 and self.columns % 8 == 0:
-            for pieces in PIECES:
-                if self.rows % pieces == 0:
-                    yield from self.cut(pieces)
-            if self.rows % 8 == 0:  # else columns do not begin where TMA reads them
-                yield replace(self, pieces=PIECES[0], by_columns=True)
-            yield replace(self, pieces=PIECES[0], dtype=FLOAT8)
-
-    def cut(self, pieces: int) -> Iterator[Shape]:
-        """In so many pieces, whoever puts them to peers."""
-        for matmul in ("kernel", "push") if self.call in PUSHING else ("kernel",):
-            yield replace(self, pieces=pieces, matmul=matmul)
-
-    def function(self, run: Parts) -> Callable[[Any, Any], Any]:
-        if not self.pieces:
-            return self.call
-        name = self.call.__name__
-        tune = {"matmul": self.matmul}
-        at_once = {"D": 1} if self.matmul == "push" and self.call is not matmul_all_to_all else {}
-        params = {"C": self.pieces, **at_once}
-        op = commdsl.load(OPERATORS[name].schedule, params=params, ranks=run.ranks, tune=tune)
-        if not OPERATORS[name].all_depths:
-            return op
-        return lambda x, w, *scales: op(*operands(name, x, w, groups.name_of(None)), *scales)
-
-    def drawn(self, run: Parts, seed: int) -> tuple[list[Any], list[Any]]:
-        """Of all ranks, the same wherever they are drawn: -1, 0 or 1."""
-        called = OPERATORS[self.call.__name__]
-        rows = self.rows * run.ranks if called.all_rows else self.rows
-        columns = self.columns * run.ranks if called.all_columns else self.columns
-        depth = self.depth * run.ranks if called.all_depths else self.depth
-        dice = torch.Generator(run.device).manual_seed(seed)
-        draw = partial(torch.randint, -1, 2, generator=dice, device=run.device)
-        x = [draw((rows, self.depth)).to(self.dtype) for _ in range(run.ranks)]
-        return x, [draw((columns, depth)).to(self.dtype) for _ in range(run.ranks)]
-
-    def scales(self, run: Parts) -> list[Any]:
-        return [torch.tensor(one, device=run.device) for one in SCALES] if self.dtype == FLOAT8 else []
-
-    def wanted(self, run: Parts, x: list[Any], w: list[Any]) -> Any:
-        """Scales are powers of two: whenever it is rounded, it is the same."""
-        scale = SCALES[0] * SCALES[1] if self.dtype == FLOAT8 else 1.0
-        return WANTED[self.call](run, x, w, by_schedule=self.pieces > 0) * scale
-
-
-def gathered(run: Parts, x: list[Any], w: list[Any], by_schedule: bool = False) -> Any:
-    return (torch.cat(x).double() @ w[run.rank].double().t()).to(DTYPE)
-
-
-def scattered(run: Parts, x: list[Any], w: list[Any], by_schedule: bool = False) -> Any:
-    return summed(run, x, w, run.rank, is_wide(run, matmul_reduce_scatter, x, w, by_schedule))
-
-
-def reduced(run: Parts, x: list[Any], w: list[Any], by_schedule: bool = False) -> Any:
-    wide = is_wide(run, matmul_all_reduce, x, w, by_schedule)
-    return torch.cat([summed(run, x, w, rank, wide) for rank in range(run.ranks)])
-
-
-def exchanged(run: Parts, x: list[Any], w: list[Any], by_schedule: bool = False) -> Any:
-    blocks = (one.chunk(run.ranks)[run.rank] for one in w)
-    return torch.cat([one.double() @ block.double().t() for one, block in zip(x, blocks, strict=True)]).to(DTYPE)
-
-
-def brought_back(run: Parts, made: list[Any]) -> Any:
-    """All columns of this rank's rows, of what `exchanged` gives all ranks."""
-    return torch.cat([one.chunk(run.ranks)[run.rank] for one in made], 1)
-
-
-def summed(run: Parts, x: list[Any], w: list[Any], adder: int, wide: bool) -> Any:
-    """The rows that one rank adds up, its own not rounded where they are `wide`."""
-    made = [one.chunk(run.ranks)[adder].double() @ other.double().t() for one, other in zip(x, w, strict=True)]
-    return sum(one if rank == adder and wide else one.to(DTYPE).double() for rank, one in enumerate(made)).to(DTYPE)
-
-
-def is_wide(run: Parts, call: Callable[..., Any], x: list[Any], w: list[Any], by_schedule: bool) -> bool:
-    """Whether a rank adds what it makes itself before that is rounded."""
-    (rows, depth), columns = x[0].shape, w[0].shape[0]
-    device = name_of_device(run.device)
-    return (
-        by_schedule or choice(call.__name__, rows, depth, columns, ranks=run.ranks, device=device).schedule != SEQUENCE
-    )
-
-
-def multiplied(run: Parts, x: list[Any], w: list[Any]) -> Any:
-    return (x[run.rank].double() @ w[run.rank].double().t()).to(DTYPE)
-
-
-def returned(run: Parts, x: list[Any], w: list[Any], by_schedule: bool = False) -> Any:
-    return (brought_back(run, x).double() @ w[run.rank].double().t()).to(DTYPE)
-
-
-WANTED = {
-    all_gather_matmul: gathered,
-    matmul_reduce_scatter: scattered,
-    matmul_all_reduce: reduced,
-    matmul_all_to_all: exchanged,
-    all_to_all_matmul: returned,
-}
-BACK = {
-    all_gather_matmul: scattered,
-    matmul_reduce_scatter: gathered,
-    matmul_all_reduce: multiplied,
-    matmul_all_to_all: returned,
-    all_to_all_matmul: exchanged,
-}
-"""What the gradient of rows is of those of results, and weights transposed."""
 
 SHAPES = tuple(Shape(call, *size) for size in SIZES for call in WANTED)
 CROWDED = tuple(Shape(call, 2048, 4096, 2048) for call in WANTED)
@@ -241,23 +102,26 @@ class Products(Repeated):
     def __init__(self, run: Parts, shape: Shape) -> None:
         super().__init__(run)
         self.shape, self.function = shape, shape.function(run)
-        x, w = shape.drawn(run, 0)
-        self.x, self.w = x[run.rank].clone(), w[run.rank].clone()
+        drawn = shape.drawn(run, 0)
+        self.x, self.w, bias = (one[run.rank].clone() for one in (drawn.x, drawn.w, drawn.bias))
         if shape.by_columns:
             self.w = by_columns(self.w)
             self.x = self.x if OPERATORS[shape.call.__name__].gathers else by_columns(self.x)
+        self.bias = [bias] if shape.end else []
         self.scales = shape.scales(run)
 
     def made(self) -> Any:
-        return self.function(self.x, self.w, *self.scales)
+        return self.function(self.x, self.w, *self.bias, *self.scales)
 
     def is_wrong(self, seed: int, found: Any) -> Any:
-        return ~self.run.same(str(self.shape), found, self.shape.wanted(self.run, *self.shape.drawn(self.run, seed)))
+        return ~self.shape.same(self.run, found, self.shape.drawn(self.run, seed))
 
     def fill(self, seed: int) -> None:
-        x, w = self.shape.drawn(self.run, seed)
-        self.x.copy_(x[self.run.rank])
-        self.w.copy_(w[self.run.rank])
+        drawn = self.shape.drawn(self.run, seed)
+        self.x.copy_(drawn.x[self.run.rank])
+        self.w.copy_(drawn.w[self.run.rank])
+        for one in self.bias:
+            one.copy_(drawn.bias[self.run.rank])
 
 
 def each(name: str, calls: int, work: Callable[[Parts, Shape, int], int], shapes: Sequence[Shape], run: Parts) -> None:
@@ -276,20 +140,24 @@ def called(run: Parts, shape: Shape, calls: int) -> int:
 def differentiated(run: Parts, shape: Shape, calls: int) -> int:
     wrong = torch.zeros((), dtype=torch.int64, device=run.device)
     for seed in range(calls):
-        (x, w), rank = shape.drawn(run, seed), run.rank
+        given, rank = shape.drawn(run, seed), run.rank
         is_of_all = shape.call in (all_gather_matmul, matmul_all_to_all)
-        given = matmul_reduce_scatter if is_of_all else all_gather_matmul
+        call = matmul_reduce_scatter if is_of_all else all_gather_matmul
         rows = shape.rows * run.ranks if shape.call is matmul_all_reduce else shape.rows
-        back, _ = Shape(given, rows, shape.columns, shape.columns).drawn(run, seed + 1)
-        own = [one[rank].clone().requires_grad_() for one in (x, w)]
-        of_x, of_w = torch.autograd.grad(shape.call(*own), own, back[rank])
-        due = BACK[shape.call](run, back, [one.t() for one in w])
-        left = torch.cat(back) if shape.call is matmul_reduce_scatter else back[rank]
-        left = brought_back(run, back) if shape.call is matmul_all_to_all else left
-        right = torch.cat(x) if shape.call is all_gather_matmul else x[rank]
-        right = brought_back(run, x) if shape.call is all_to_all_matmul else right
-        wrong += ~run.same(f"rows of {shape}", of_x, due)
-        wrong += ~run.same(f"weights of {shape}", of_w, (left.double().t() @ right.double()).to(DTYPE))
+        way_back = Shape(call, rows, shape.columns, shape.depth)
+        back = way_back.drawn(run, seed + 1).x
+        own = [one[rank].clone().requires_grad_() for one in (given.x, given.w, given.bias)]
+        found = torch.autograd.grad(shape.function(run)(*own), own, back[rank])
+        wide = [one.double() for one in back]
+        due = BACK[shape.call](run, given.way_back(wide), way_back.is_scheduled(run))
+        left = brought_back(run, wide) if shape.call is matmul_all_to_all else wide[rank]
+        of_bias = left.sum(0)
+        left = torch.cat(wide) if shape.call is matmul_reduce_scatter else left
+        right = torch.cat(given.x) if shape.call is all_gather_matmul else given.x[rank]
+        right = brought_back(run, given.x) if shape.call is all_to_all_matmul else right
+        wanted_of = {"rows": due, "weights": left.t() @ right.double(), "bias": of_bias}
+        for one, (name, wanted) in zip(found, wanted_of.items(), strict=True):
+            wrong += ~run.same(f"{name} of {shape}", one, wanted.to(DTYPE))
     return int(wrong)
 
 
