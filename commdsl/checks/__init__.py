@@ -8,7 +8,8 @@ message. A new law is a function and a line here. Does not raise.
     cycles, topology, roles, engine, settings   what the machine has
     bounds, inputs, overlap, undefined, size_classes, lengths, classes   what a step may touch
     casts, operations   in which element type it travels, and how it is combined
-    promises, conservation, factors, epilogues, rotations, returns, places, determinism   what is promised, and kept
+    promises, conservation, factors, epilogues, rotations, returns, determinism   what is promised, and kept
+    places, exchanges   where a function finds what it is handed
     useless, untouched   what is in vain
     plans, routes   a plan of documents and where its rows go
     built, tasks   what no kernel runs
