@@ -52,14 +52,12 @@ def multiply_then_exchange(
 ) -> Tensor:
     """rows (n, K), factor (P * N, K) -> (P * n, N). As many products as ranks: what goes to one lies side by side."""
     ranks = menu.size(group_name)
-    if scales:
+    if scales or bias is not None:  # baddbmm may round what a bias is then added to
         biases = [None] * ranks if bias is None else bias.chunk(ranks)
         blocks = zip(factor.chunk(ranks), biases, strict=True)
         made = torch.cat([multiply(rows, one, *scales, bias=added) for one, added in blocks])
     else:
-        given = rows.expand(ranks, -1, -1), factor.unflatten(0, (ranks, -1)).mT
-        made = torch.bmm(*given) if bias is None else torch.baddbmm(bias.view(ranks, 1, -1), *given)
-        made = made.flatten(0, 1)
+        made = torch.bmm(rows.expand(ranks, -1, -1), factor.unflatten(0, (ranks, -1)).mT).flatten(0, 1)
     found: Tensor = collectives.all_to_all(made, group=group_name)
     return found
 
