@@ -264,7 +264,8 @@ def end_of_parts(
     def work(run: P) -> tuple[bool, str]:
         for name in options.only:
             parts[name](run)
-        calls, wrong = sum(part.calls for part in run.parts), sum(part.wrong for part in run.parts)
+        calls = sum(part.calls for part in run.parts if part.problem != LATE)
+        wrong = sum(part.wrong for part in run.parts)
         late = sum(part.problem == LATE for part in run.parts)
         said = f"{calls} calls, {wrong} wrong on {run.where}, transport {options.transport}"
         return not wrong and not late, said + (f"; {LATE} for {late} of {len(run.parts)} parts" if late else "")
