@@ -32,6 +32,7 @@ from benchmarks.products_report import (
 )
 from benchmarks.turns import Made, kept
 from commdsl.overlap import auto, programs, sequence
+from commdsl.overlap.epilogue import Epilogue
 from commdsl.runtime import groups
 
 Tensor = torch.Tensor
@@ -175,7 +176,7 @@ class Stage:
             return self._asynchronous()
         if name == IN_TURN:
             rows, factor = self.operands()
-            return lambda: sequence.WAYS[OPERATORS[self.case.way]](rows, factor, None, *self.scales)
+            return lambda: sequence.WAYS[OPERATORS[self.case.way]](rows, factor, None, Epilogue(scales=(*self.scales,)))
         if name == CHOSEN:
             named = dict(zip(("scale_x", "scale_w"), self.scales, strict=False))
             return partial(getattr(commdsl.overlap, OPERATORS[self.case.way]), x, w, **named)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import signal
 import sys
 import threading
@@ -189,19 +190,29 @@ def run(gpu: FakeGpu, body: Callable[[int, str], None]) -> None:
 class Caller:
     """Calls of an op on one rank, each held against what it must give."""
 
-    def __init__(self, gpu: FakeGpu, room: Room, name: str, rank: int, group: str, matmul: str = "kernel") -> None:
+    def __init__(
+        self, gpu: FakeGpu, room: Room, name: str, rank: int, group: str, matmul: str = "kernel", is_ended: bool = False
+    ) -> None:
+        """`is_ended`: with a bias and a residual, which all ranks have alike."""
         self.gpu, self.room, self.group, self.rank = gpu, room, group, rank
         self.name = name
-        self.op = commdsl.load(name, params={"C": PIECES}, ranks=RANKS, tune={"matmul": matmul})
+        params = {"C": PIECES} | ({"B": 1, "R": 1} if is_ended else {})
+        self.op = commdsl.load(name, params=params, ranks=RANKS, tune={"matmul": matmul})
         self.x, self.w = given(name, RANKS, *SIZE)
         self.want = torch.tensor(wanted(name, self.x, self.w)[rank])
         self.rows, self.factor = torch.tensor(self.x[rank]), torch.tensor(self.w[rank])
+        ends = (self.want.shape[1:], self.want.shape) if is_ended else ()
+        self.ends = [torch.arange(math.prod(shape), dtype=self.rows.dtype).view(shape) % 7 for shape in ends]
+        self.want += sum(self.ends)
+        self.beside = [one.clone() for one in self.ends]
 
     def call(self, factor: int = 1, room: int = 0) -> None:
         self.room.number, self.room.taken = room, 0
         self.rows.copy_(torch.tensor(self.x[self.rank]) * factor)
+        for own, one in zip(self.beside, self.ends, strict=True):
+            own.copy_(one * factor)
         self.gpu.here.product = lambda: True
-        found = self.op(self.rows, self.factor, group=self.group)
+        found = self.op(self.rows, self.factor, *self.beside, group=self.group)
         assert self.gpu.here.product()
         if self.name == WITH_ROWS:
             found, rows = found
@@ -222,17 +233,21 @@ class Caller:
 
 
 @pytest.mark.parametrize(
-    ("name", "matmul"),
-    [(name, "kernel") for name in (GATHER, WITH_ROWS, SCATTER, REDUCE, EXCHANGE, RETURN)]
-    + [(name, "push") for name in (SCATTER, REDUCE, EXCHANGE)],
+    ("name", "matmul", "is_ended"),
+    [(name, "kernel", False) for name in (GATHER, WITH_ROWS, SCATTER, REDUCE, EXCHANGE, RETURN)]
+    + [(name, "push", False) for name in (SCATTER, REDUCE, EXCHANGE)]
+    + [(name, "kernel", True) for name in (SCATTER, REDUCE, RETURN)]
+    + [(name, "push", True) for name in (SCATTER, REDUCE)],
 )
-def test_a_list_is_the_call(gpu: FakeGpu, room: Room, made: list[Again], name: str, matmul: str) -> None:
+def test_a_list_is_the_call(
+    gpu: FakeGpu, room: Room, made: list[Again], name: str, matmul: str, is_ended: bool
+) -> None:
     """The same numbers come of it, and the driver is asked for the same copies and kernels, of which the same come
     behind the same others; calls on other tensors come between those on the same ones.
     """
 
     def body(rank: int, group: str) -> None:
-        caller = Caller(gpu, room, name, rank, group, matmul)
+        caller = Caller(gpu, room, name, rank, group, matmul, is_ended)
         first = caller.asked(1)
         for number in range(2, 8):
             assert caller.asked(number) == first

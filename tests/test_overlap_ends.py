@@ -38,6 +38,7 @@ from commdsl.overlap import (  # noqa: E402 - as above
     replicated_matmul,
     runs,
 )
+from commdsl.overlap.epilogue import Epilogue  # noqa: E402 - as above
 
 Tensors = Sequence[Any]
 Meaning = Callable[[Tensors, Tensors, Tensors], list[Any]]
@@ -358,16 +359,16 @@ def test_programs() -> None:
     group, _ = commdsl.threads(2)
     x, w = torch.zeros(8, 16), torch.zeros(8, 16)
     for end, name in (
-        (programs.ending(x, None), "allgather_matmul_B_1_C_1"),
-        (programs.ending(x, "gelu"), "allgather_matmul_A_1_B_1_C_1"),
-        (programs.ending(None, "swiglu"), "allgather_matmul_A_2_C_1"),
+        (Epilogue(x).params, "allgather_matmul_B_1_C_1"),
+        (Epilogue(x, activation="gelu").params, "allgather_matmul_A_1_B_1_C_1"),
+        (Epilogue(activation="swiglu").params, "allgather_matmul_A_2_C_1"),
     ):
         op = programs.program(programs.GATHER, x, w, group, end)
         assert op is not None
         assert op.name == name
     with FakeTensorMode():
         x, w = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((1024, 16), (24, 16)))
-        assert programs.program(programs.GATHER, x, w, group, programs.ending(None, "swiglu")) is None
+        assert programs.program(programs.GATHER, x, w, group, Epilogue(activation="swiglu").params) is None
 
 
 def test_a_bias_with_gaps() -> None:

@@ -7,9 +7,10 @@ Importing this imports nothing else; each name below loads what it needs when it
     sequence   a product -> the collective and torch's product one after the other
     measure    a candidate -> its times on this machine, for `commdsl tune`
     shapes     rows and weights -> the shapes of what an operator makes of them
+    epilogue   what follows its sums -> parameters and tensors of its schedule
     runs       what an operator does: the program that is chosen, or one after the other
     functional products as operators, with gradients, for autograd and torch.compile
-    gradients  gradients of what these make -> those of rows and weights
+    gradients  gradients of what these make -> those of rows, weights and what is added
     profile    a product -> its result, and what was exposed of what travelled for it
     rms_norm   the operator that norms what ranks add up
     calls      a call of an operator -> the shortest way to it

@@ -70,7 +70,7 @@ def all_gather_matmul(
     """
     keeps = keep_rows and w.requires_grad and torch.is_grad_enabled()
     name = "all_gather_matmul_rows" if keeps else "all_gather_matmul"
-    return _first_of(name, x, w, group, bias, (scale_x, scale_w), activation)
+    return _first_of(name, x, w, group, bias, None, (scale_x, scale_w), activation)
 
 
 def matmul_reduce_scatter(
@@ -78,23 +78,26 @@ def matmul_reduce_scatter(
     w: Tensor,
     *,
     bias: Tensor | None = None,
+    residual: Tensor | None = None,
     scale_x: Tensor | None = None,
     scale_w: Tensor | None = None,
     group: Any = None,
 ) -> Tensor:
     """This rank's rows of the sum over all ranks of x times w transposed: x (P * n, ..., K), w (N, K) -> (n, ..., N).
-    `bias` (N,) is in each row once: every rank adds its own to the rows that it gets.
+    `bias` (N,) is in each row once: every rank adds its own to the rows that it gets, and so it does `residual`, of the
+    shape and type of the result.
 
     x, w: as for `all_gather_matmul`, K this rank's share of what is summed up; x may lie as w may. What other ranks
-    make is rounded, and travels while more is multiplied; it is added to this rank's own in float32 or wider, and the
-    sum rounded. Where no schedule multiplies, or one after the other is faster (`choice` says), it is torch.mm and
-    `commdsl.reduce_scatter`: this rank's own is rounded as well before it is added. Of float8 each rank has scales of
-    its own, and what travels is bfloat16.
+    make is rounded, and travels while more is multiplied; it is added to this rank's own in float32 or wider, with the
+    bias and the residual, and the sum rounded. Where no schedule multiplies, or one after the other is faster (`choice`
+    says), it is torch.mm and `commdsl.reduce_scatter`: this rank's own is rounded as well before it is added, and the
+    sum before the bias is, and before the residual is. Of float8 each rank has scales of its own, and what travels is
+    bfloat16.
 
     The gradient of x is `all_gather_matmul` of that of the result with w transposed. Where w has one as well, the
     gradients of all ranks are gathered once, for both. Raises TensorError (C951), GroupError (C953).
     """
-    return _first_of("matmul_reduce_scatter", x, w, group, bias, (scale_x, scale_w))
+    return _first_of("matmul_reduce_scatter", x, w, group, bias, residual, (scale_x, scale_w))
 
 
 def matmul_all_reduce(
@@ -102,22 +105,24 @@ def matmul_all_reduce(
     w: Tensor,
     *,
     bias: Tensor | None = None,
+    residual: Tensor | None = None,
     scale_x: Tensor | None = None,
     scale_w: Tensor | None = None,
     group: Any = None,
 ) -> Tensor:
     """The sum over all ranks of x times w transposed, on every rank: x (n, ..., K), w (N, K) -> (n, ..., N).
-    `bias` (N,) is in each row once, added by the rank that adds it up: it is to be the same on all ranks.
+    `bias` (N,) and `residual`, of the shape and type of the result, are in each row once, added by the rank that adds
+    that up: they are to be the same on all ranks.
 
     x, w: as for `matmul_reduce_scatter`. Each rank adds up some of the rows, as there, and sends them to all, so all
     have the same bits. Where no schedule multiplies, the ranks do not divide n, or one after the other is faster, it is
     torch.mm and `commdsl.all_reduce`.
 
     The loss is one, which all ranks compute alike: the gradient of the result is the same on all of them, and those of
-    x, w and bias are made of it where they are, by products and a sum alone. (`commdsl.all_reduce` reads each rank's
-    loss as its own.) Raises TensorError (C951), GroupError (C953).
+    x, w, bias and residual are made of it where they are, by products and a sum alone. (`commdsl.all_reduce` reads each
+    rank's loss as its own.) Raises TensorError (C951), GroupError (C953).
     """
-    return _first_of("matmul_all_reduce", x, w, group, bias, (scale_x, scale_w))
+    return _first_of("matmul_all_reduce", x, w, group, bias, residual, (scale_x, scale_w))
 
 
 def matmul_all_to_all(
@@ -142,7 +147,7 @@ def matmul_all_to_all(
     The gradient of x is `all_to_all_matmul` of that of the result with w transposed; what came for it, that of w is a
     product of. Raises TensorError (C951), GroupError (C953).
     """
-    return _first_of("matmul_all_to_all", x, w, group, bias, (scale_x, scale_w))
+    return _first_of("matmul_all_to_all", x, w, group, bias, None, (scale_x, scale_w))
 
 
 def all_to_all_matmul(
@@ -150,13 +155,14 @@ def all_to_all_matmul(
     w: Tensor,
     *,
     bias: Tensor | None = None,
+    residual: Tensor | None = None,
     scale_x: Tensor | None = None,
     scale_w: Tensor | None = None,
     group: Any = None,
 ) -> Tensor:
     """This rank's rows of all columns, which each rank has some of, times all weights: x (P * n, ..., K),
     w (N, P * K) -> (n, ..., N). From all tokens and some heads to some tokens, by the projection of all heads. `bias`
-    (N,), this rank's own, is added to each of its rows.
+    (N,), this rank's own, is added to each of its rows, and `residual`, of the shape and type of the result.
 
     x, w: as for `all_gather_matmul`; rank r has columns r * K ..< (r + 1) * K of what w multiplies. They travel, n rows
     of them to each rank, while its own are multiplied. Sums are float32 or wider, rounded once. Where no schedule
@@ -167,7 +173,7 @@ def all_to_all_matmul(
     """
     keeps = w.requires_grad and torch.is_grad_enabled()
     name = "all_to_all_matmul_rows" if keeps else "all_to_all_matmul"
-    return _first_of(name, x, w, group, bias, (scale_x, scale_w))
+    return _first_of(name, x, w, group, bias, residual, (scale_x, scale_w))
 
 
 def replicated_matmul(x: Tensor, w: Tensor, *, bias: Tensor | None = None, group: Any = None) -> Tensor:
@@ -187,15 +193,16 @@ def _first_of(
     w: Tensor,
     group: Any,
     bias: Tensor | None,
+    residual: Tensor | None = None,
     scales: Sequence[Tensor | None] = (),
     activation: str | None = None,
 ) -> Tensor:
     """What an operator gives, without rows that are for its gradients."""
-    given = [one for one in (*scales, bias) if one is not None]
+    given = [one for one in (*scales, bias, residual) if one is not None]
+    has_scales = len(given) > (bias is not None) + (residual is not None)
     for one in (x, w, *given):
         if not isinstance(one, Tensor) or one.layout is not torch.strided:
             check_tensor(name, one)
-    has_scales = len(given) > (bias is not None)
     has_end = has_scales or activation is not None
     if has_end and torch.is_grad_enabled() and any(one.requires_grad for one in (x, w, *given)):
         if has_scales:
@@ -209,6 +216,8 @@ def _first_of(
         beside |= zip(("scale_x", "scale_w"), scales, strict=True)
     if bias is not None:
         beside["bias"] = bias
+    if residual is not None:
+        beside["residual"] = residual
     if activation is not None:
         beside["activation"] = activation
     made = _operator(name, x, w, groups.name_of(group), **beside)
@@ -217,13 +226,15 @@ def _first_of(
 
 
 def _operator(name: str, x: Tensor, w: Tensor, group_name: str, **beside: Any) -> Any:
-    """`beside`: scales, a bias and an activation, where there are such."""
-    bias = beside.get("bias")
-    if not skips_dispatcher((x, w) if bias is None else (x, w, bias), but_gradients=True):
+    """`beside`: scales, a bias, a residual and an activation, where there are such."""
+    ends = beside.get("bias"), beside.get("residual")
+    added = [one for one in ends if one is not None] if beside else []
+    if not skips_dispatcher((x, w, *added), but_gradients=True):
         return through_torch(__name__, name)(x, w, group_name, **beside)
-    if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad or (bias is not None and bias.requires_grad)):
+    has_gradient = x.requires_grad or w.requires_grad or (added and any(one.requires_grad for one in added))
+    if has_gradient and torch.is_grad_enabled():
         ways = _OPERATORS[name]
-        return gradients.Direct.apply(x, w, group_name, bias, RUNS[name], ways, _operator)  # type: ignore[no-untyped-call] # torch's
+        return gradients.Direct.apply(x, w, group_name, *ends, RUNS[name], ways, _operator)  # type: ignore[no-untyped-call] # torch's
     return RUNS[name](x, w, group_name, **beside)
 
 
@@ -264,9 +275,9 @@ def _library() -> torch.library.Library:
     collective_ops.library()  # of gradients
     for name, (back, keep) in _OPERATORS.items():
         results = "(Tensor, Tensor)" if name.endswith("_rows") else "Tensor"
-        beside = "" if name == "replicated_matmul" else ", Tensor? scale_x=None, Tensor? scale_w=None"
-        end = ", str? activation=None" if name == "all_gather_matmul" else ""
-        schema = f"{name}(Tensor x, Tensor w, str group_name{beside}, Tensor? bias=None{end}) -> {results}"
+        beside = ", Tensor? residual=None, Tensor? scale_x=None, Tensor? scale_w=None, str? activation=None"
+        more = "" if name == "replicated_matmul" else beside
+        schema = f"{name}(Tensor x, Tensor w, str group_name, Tensor? bias=None{more}) -> {results}"
         define(made, schema, RUNS[name], RUNS[name].fake)
         torch.library.register_autograd(
             f"{NAMESPACE}::{name}", partial(gradients.padded, back), setup_context=keep, lib=made

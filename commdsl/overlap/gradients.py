@@ -20,18 +20,23 @@ Tensor: TypeAlias = torch.Tensor
 Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of x, of w and of a bias."""
 
-BESIDE = 3
-"""Inputs of an operator after so many may be a bias, and nothing else that has a gradient."""
+BIAS, RESIDUAL = 3, 4
+"""Where these are among the inputs of an operator, which may end before them. Nothing behind them has a gradient."""
 
 
 def padded(back: Callable[..., Gradients], ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-    """None for all inputs but tensors: scales, too, are none where there are gradients."""
+    """None for all inputs but tensors: scales, too, are none where there are gradients. A residual has that of the
+    result to which it is added.
+    """
     of_x, of_w, of_bias = back(ctx, *gradients)
-    beside = ctx.needs_input_grad[BESIDE:]
-    found: list[Tensor | None] = [None] * len(beside)
-    if of_bias is not None:
-        found[beside.index(True)] = of_bias
-    return of_x, of_w, None, *found
+    beside = [of_bias, gradients[0] if _is_needed(ctx, RESIDUAL) else None]
+    inputs = len(ctx.needs_input_grad)
+    return of_x, of_w, None, *(*beside, *[None] * inputs)[: inputs - BIAS]
+
+
+def _is_needed(ctx: Any, at: int) -> bool:
+    """The gradient of an input that may not be there."""
+    return True in ctx.needs_input_grad[at : at + 1]
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -62,15 +67,16 @@ class Direct(torch.autograd.Function):
         w: Tensor,
         group_name: str,
         bias: Tensor | None,
+        residual: Tensor | None,
         run: Callable[..., Any],
         ways: tuple[Callable[..., Gradients], Callable[..., None]],
         call: Callable[..., Any],
     ) -> Any:
         """`run` makes the call; `ways`: of its gradients, and to keep what they need; `call` makes calls in them."""
         with torch._C._AutoDispatchBelowAutograd():  # nothing in it has a gradient of its own
-            made = run(x, w, group_name, bias=bias)
+            made = run(x, w, group_name, bias) if residual is None else run(x, w, group_name, bias, residual)
         (ctx.back, keeps), ctx.call = ways, call
-        keeps(ctx, (x, w, group_name, bias), made)
+        keeps(ctx, (x, w, group_name, bias, residual), made)
         return made
 
     @staticmethod
@@ -162,7 +168,7 @@ def scatter_back(ctx: Any, gradient: Tensor) -> Gradients:
 def exchange_back(ctx: Any, gradient: Tensor) -> Gradients:
     """A bias is in columns of this rank's rows that all ranks have."""
     x, _ = ctx.saved_tensors
-    has_bias = any(ctx.needs_input_grad[BESIDE:])
+    has_bias = _is_needed(ctx, BIAS)
     of_x, there = _sent_back(ctx, gradient, ("all_to_all_matmul", "all_to_all"), x is not None or has_bias)
     if there is None:
         return of_x, None, None
@@ -212,7 +218,7 @@ def _of_weights(gradient: Tensor, rows: Tensor) -> Tensor:
 
 def _of_bias(ctx: Any, gradient: Tensor) -> Tensor | None:
     """Of what is in each of these rows: summed in float32 or wider, rounded once."""
-    if not any(ctx.needs_input_grad[BESIDE:]):
+    if not _is_needed(ctx, BIAS):
         return None
     wide = torch.promote_types(gradient.dtype, torch.float32)
     return _matrix(gradient).sum(0, dtype=wide).to(gradient.dtype)

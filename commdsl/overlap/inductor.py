@@ -243,7 +243,7 @@ def _replace(graph: Graph, found: _Found) -> None:
         given = found.rows
         if found.width is not None:
             given = _as(graph, given, [-1, found.width])
-        end = (None, None, found.bias) if is_ended else ()  # no scales
+        end = (found.bias,) if is_ended else ()
         made = _call(graph, operator, given, weights, found.group, *end)
         if found.there is not None:
             both = made

@@ -99,13 +99,14 @@ class RowParallelLinear(torch.nn.Linear):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {_said(self)}"
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """`residual`, of the shape of the result, is added to it, in the kernel that makes it."""
         bias: torch.Tensor | None = self.bias
         if not self.sequence_parallel:
-            return matmul_all_reduce(x, self.weight, bias=bias, group=self.group_name)
+            return matmul_all_reduce(x, self.weight, bias=bias, residual=residual, group=self.group_name)
         if bias is not None:
             bias = collectives.all_gather(bias, self.group_name)
-        return matmul_reduce_scatter(x, self.weight, bias=bias, group=self.group_name)
+        return matmul_reduce_scatter(x, self.weight, bias=bias, residual=residual, group=self.group_name)
 
 
 def _draw_block(one: torch.Tensor, features: int, group_name: str) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from commdsl.ir.functions import ACTIVATIONS, GATED
 from commdsl.overlap.auto import OPERATORS, Product, choose
+from commdsl.overlap.epilogue import GATE
 from commdsl.planner.tuning.selection import SEQUENCE, Candidate, Params, Tune
 from commdsl.runtime import groups, menu
 from commdsl.runtime.calls import MAX_KEPT
@@ -28,9 +28,6 @@ EXCHANGE, RETURN = "matmul_all_to_all", "all_to_all_matmul"
 NORM = "allreduce_rms_norm"
 WITH_ROWS = "_rows"
 """Behind the name of what makes `GATHER` or `RETURN`: the rows that came are a second result."""
-
-_GATED = ("A", 1 + ACTIVATIONS.index(GATED))
-"""What makes half as many columns as there are weights."""
 
 FEW_BYTES = 4 << 20
 """Sent by a rank: of more, an all-reduce in two steps sends fewer."""
@@ -57,14 +54,8 @@ def _in_lines(matrix: torch.Tensor) -> torch.Tensor:
     return matrix if matrix.is_contiguous() or lies_in_lines(matrix) else matrix.contiguous()
 
 
-def ending(bias: torch.Tensor | None, activation: str | None) -> Params:
-    """What the schedules of products take as parameters for what these end with. Where there is neither: nothing."""
-    added: Params = () if bias is None else (("B", 1),)
-    return added if activation is None else (*added, ("A", 1 + ACTIVATIONS.index(activation)))
-
-
 def program(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str, end: Params = ()) -> Op | None:
-    """x, w: `operands`; `end`: `ending`, of which a choice does not depend."""
+    """x, w: `operands`; `end`: `Epilogue.params`, of which a choice does not depend."""
     product = _product(operator, x, w, group_name, end)
     return None if product is None else _chosen("", end, x.device, *product)
 
@@ -81,7 +72,7 @@ def _product(operator: str, x: torch.Tensor, w: torch.Tensor, group_name: str, e
     called = OPERATORS[operator]
     rows = x.shape[0] if called.all_rows else x.shape[0] * ranks
     columns = w.shape[-2] // ranks if called.all_columns else w.shape[-2]
-    made = columns // 2 if _GATED in end else columns
+    made = columns // 2 if GATE in end else columns
     if ranks == 1 or not _is_multiplied(x, w, made) or groups.reaches_far(group_name, x.device):
         return None
     if rows % ranks:

@@ -16,13 +16,13 @@ import torch
 
 from commdsl.ir.functions import GATED
 from commdsl.overlap import shapes
+from commdsl.overlap.epilogue import Epilogue
 from commdsl.overlap.programs import (
     EXCHANGE,
     GATHER,
     REDUCE,
     RETURN,
     SCATTER,
-    ending,
     operands,
     program,
     program_with_rows,
@@ -52,7 +52,7 @@ class _Seen:
 
 
 class Run:
-    """One operator: of x, w, the name of a group, two scales or none, and what its products end with."""
+    """One operator: of x, w, the name of a group, and what its products end with."""
 
     def __init__(
         self,
@@ -71,39 +71,43 @@ class Run:
         x: Tensor,
         w: Tensor,
         group_name: str,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
         scale_x: Tensor | None = None,
         scale_w: Tensor | None = None,
-        bias: Tensor | None = None,
         activation: str | None = None,
     ) -> Any:
-        scales = [one for one in (scale_x, scale_w) if one is not None]
-        added = None if bias is None else (bias.dtype, bias.device, bias.shape)
+        scales: tuple[Tensor, ...] = ()
+        if scale_x is not None or scale_w is not None:
+            scales = tuple(one for one in (scale_x, scale_w) if one is not None)
+        added = (
+            None if bias is None else (bias.dtype, bias.device, bias.shape),
+            None if residual is None else (residual.dtype, residual.device, residual.shape),
+        )
         key = (group_name, len(scales), x.dtype, x.device, x.shape, w.dtype, w.device, w.shape, added, activation)
         seen = self._seen.get(key)
         behind = groups.resolve(group_name)[1]
         if seen is None or behind is None or seen.owner() is not behind:
-            return self._first(key, x, w, group_name, scales, bias, activation)
+            return self._first(key, x, w, group_name, Epilogue(bias, residual, scales, activation))
         call = None if seen.call is None else seen.call()
         if seen.call is not None and (call is None or not call.serves(behind)):
-            return self._first(key, x, w, group_name, scales, bias, activation)
+            return self._first(key, x, w, group_name, Epilogue(bias, residual, scales, activation))
         if scales:
             check_scales(self._product, x, w, scales)
         rows, factor = operands(self._product, x, w, group_name)
         if call is None:
-            found = self._one_after_the_other(rows, factor, group_name, scales, bias, activation)
+            found = self._one_after_the_other(rows, factor, group_name, Epilogue(bias, residual, scales, activation))
             return _shaped(found, seen.shapes, x)
-        inputs = (rows, factor, *scales) if bias is None else (rows, factor, bias.contiguous(), *scales)
+        inputs: tuple[Tensor, ...] = (rows, factor, *scales)
+        if bias is not None or residual is not None:
+            inputs = (rows, factor, *Epilogue(bias, residual, scales).tensors)
         return _shaped(call(inputs), seen.shapes, x)
 
-    def _wanted(
-        self, x: Tensor, w: Tensor, group_name: str, bias: Tensor | None, activation: str | None
-    ) -> list[Shape]:
+    def _wanted(self, x: Tensor, w: Tensor, group_name: str, epilogue: Epilogue) -> list[Shape]:
         """The shapes of the results. Refuses what is no product, and what none ends with."""
         made = self._shape(x, w, group_name)
-        if bias is not None:
-            shapes.check_bias(self._product, x, w, bias)
-        shapes.check_activation(self._product, x, w, activation)
-        if activation == GATED:
+        shapes.check_epilogue(self._product, x, w, made, epilogue)
+        if epilogue.activation == GATED:
             made[-1] = made[-1] // 2
         return [made] if self._shape_of_rows is None else [made, self._shape_of_rows(x, group_name)]
 
@@ -112,59 +116,41 @@ class Run:
         x: Tensor,
         w: Tensor,
         group_name: str,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
         scale_x: Tensor | None = None,
         scale_w: Tensor | None = None,
-        bias: Tensor | None = None,
         activation: str | None = None,
     ) -> Any:
         """What a call gives, of tensors without data."""
-        shape, *of_rows = self._wanted(x, w, group_name, bias, activation)
+        shape, *of_rows = self._wanted(x, w, group_name, Epilogue(bias, residual, (), activation))
         made = x.new_empty(shape, dtype=made_of(x.dtype))
         return (made, x.new_empty(of_rows[0])) if of_rows else made
 
-    def _first(
-        self,
-        key: Hashable,
-        x: Tensor,
-        w: Tensor,
-        group_name: str,
-        scales: Sequence[Tensor],
-        bias: Tensor | None,
-        activation: str | None,
-    ) -> Any:
+    def _first(self, key: Hashable, x: Tensor, w: Tensor, group_name: str, epilogue: Epilogue) -> Any:
         """Of such tensors, as far as is known."""
-        wanted = self._wanted(x, w, group_name, bias, activation)
-        check_scales(self._product, x, w, scales)
+        wanted = self._wanted(x, w, group_name, epilogue)
+        check_scales(self._product, x, w, epilogue.scales)
         rows, factor = operands(self._product, x, w, group_name)
         find = program if self._shape_of_rows is None else program_with_rows
-        op = find(self._product, rows, factor, group_name, ending(bias, activation))
+        op = find(self._product, rows, factor, group_name, epilogue.params)
         owner = groups.owner_of(group_name)
         if op is None:
             keep(self._seen, key, _Seen(None, owner, wanted), MAX_KEPT)
-            found = self._one_after_the_other(rows, factor, group_name, scales, bias, activation)
-            return _shaped(found, wanted, x)
-        inputs = (rows, factor, *scales) if bias is None else (rows, factor, bias.contiguous(), *scales)
+            return _shaped(self._one_after_the_other(rows, factor, group_name, epilogue), wanted, x)
+        inputs = (rows, factor, *epilogue.tensors)
         call = op.bound(inputs, group_name, AS_ASKED)
         assert isinstance(call, Multiplying)
         if not call.compares:  # which ranks do on the way
             keep(self._seen, key, _Seen(weakref.ref(call), owner, wanted), MAX_KEPT)
         return _shaped(call(inputs), wanted, x)
 
-    def _one_after_the_other(
-        self,
-        rows: Tensor,
-        factor: Tensor,
-        group_name: str,
-        scales: Sequence[Tensor],
-        bias: Tensor | None,
-        activation: str | None,
-    ) -> list[Tensor]:
+    def _one_after_the_other(self, rows: Tensor, factor: Tensor, group_name: str, epilogue: Epilogue) -> list[Tensor]:
         if self._shape_of_rows is None:
-            activates = {} if activation is None else {"activation": activation}  # which one alone takes
-            return [WAYS[self._product](rows, factor, group_name, *scales, bias=bias, **activates)]
+            return [WAYS[self._product](rows, factor, group_name, epilogue)]
         bring = collectives.all_gather if self._product == GATHER else collectives.all_to_all
         there = bring(rows, group=group_name)
-        return [multiply_there(there, factor, *scales, bias=bias), there]
+        return [multiply_there(there, factor, epilogue), there]
 
 
 def _shaped(made: Sequence[Tensor], wanted: Sequence[Shape], x: Tensor) -> Any:
@@ -184,7 +170,7 @@ class Replicated:
 
     def __call__(self, x: Tensor, w: Tensor, group_name: str, bias: Tensor | None = None) -> Tensor:
         shape = self._shape(x, w, bias)
-        found: Tensor = _shaped([multiply(x.flatten(0, -2), w, bias=bias)], (shape,), x)
+        found: Tensor = _shaped([multiply(x.flatten(0, -2), w, Epilogue(bias))], (shape,), x)
         return found
 
     def fake(self, x: Tensor, w: Tensor, group_name: str, bias: Tensor | None = None) -> Tensor:
@@ -193,8 +179,7 @@ class Replicated:
 
     def _shape(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Shape:
         shape = shapes.replicated(x, w)
-        if bias is not None:
-            shapes.check_bias("replicated_matmul", x, w, bias)
+        shapes.check_epilogue("replicated_matmul", x, w, shape, Epilogue(bias))
         return shape
 
 

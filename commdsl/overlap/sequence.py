@@ -7,10 +7,12 @@ Assumes matrices whose shapes fit. Does not choose; `auto` does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
 
+from commdsl.overlap.epilogue import NONE, Epilogue
 from commdsl.runtime import collectives, menu
 from commdsl.runtime.products import activated, multiplied
 from commdsl.runtime.tensors import made_of
@@ -19,61 +21,52 @@ Tensor: TypeAlias = torch.Tensor
 Way: TypeAlias = Callable[..., Tensor]
 
 
-def gather_then_multiply(
-    rows: Tensor,
-    factor: Tensor,
-    group_name: str | None = None,
-    *scales: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-) -> Tensor:
+def gather_then_multiply(rows: Tensor, factor: Tensor, group_name: str | None = None, end: Epilogue = NONE) -> Tensor:
     """rows (n, K), factor (N, K) -> (P * n, N)."""
-    return multiply(collectives.all_gather(rows, group_name), factor, *scales, bias=bias, activation=activation)
+    return multiply(collectives.all_gather(rows, group_name), factor, end)
 
 
-def multiply_then_reduce(
-    rows: Tensor, factor: Tensor, group_name: str | None = None, *scales: Tensor, bias: Tensor | None = None
-) -> Tensor:
+def multiply_then_reduce(rows: Tensor, factor: Tensor, group_name: str | None = None, end: Epilogue = NONE) -> Tensor:
     """rows (n, K), factor (N, K) -> (n, N)."""
-    found: Tensor = collectives.all_reduce(multiply(rows, factor, *scales), group=group_name)
-    return found if bias is None else found.add_(bias)
+    return _added(collectives.all_reduce(multiply(rows, factor, end.of_products), group=group_name), end)
 
 
-def multiply_then_scatter(
-    rows: Tensor, factor: Tensor, group_name: str | None = None, *scales: Tensor, bias: Tensor | None = None
-) -> Tensor:
+def multiply_then_scatter(rows: Tensor, factor: Tensor, group_name: str | None = None, end: Epilogue = NONE) -> Tensor:
     """rows (P * n, K), factor (N, K) -> (n, N)."""
-    found: Tensor = collectives.reduce_scatter(multiply(rows, factor, *scales), group=group_name)
-    return found if bias is None else found.add_(bias)
+    return _added(collectives.reduce_scatter(multiply(rows, factor, end.of_products), group=group_name), end)
 
 
-def multiply_then_exchange(
-    rows: Tensor, factor: Tensor, group_name: str | None = None, *scales: Tensor, bias: Tensor | None = None
-) -> Tensor:
+def _added(found: Tensor, end: Epilogue) -> Tensor:
+    """To sums over the ranks what is in each of them once, one after the other."""
+    for one in (end.bias, end.residual):
+        if one is not None:
+            found += one.flatten(0, -2) if one.dim() > 2 else one
+    return found
+
+
+def multiply_then_exchange(rows: Tensor, factor: Tensor, group_name: str | None = None, end: Epilogue = NONE) -> Tensor:
     """rows (n, K), factor (P * N, K) -> (P * n, N). As many products as ranks: what goes to one lies side by side."""
     ranks = menu.size(group_name)
-    if scales or bias is not None:  # baddbmm may round what a bias is then added to
-        biases = [None] * ranks if bias is None else bias.chunk(ranks)
-        blocks = zip(factor.chunk(ranks), biases, strict=True)
-        made = torch.cat([multiply(rows, one, *scales, bias=added) for one, added in blocks])
-    else:
+    if end.is_plain:
         made = torch.bmm(rows.expand(ranks, -1, -1), factor.unflatten(0, (ranks, -1)).mT).flatten(0, 1)
+    else:  # baddbmm may round what a bias is then added to
+        biases = [None] * ranks if end.bias is None else end.bias.chunk(ranks)
+        blocks = zip(factor.chunk(ranks), biases, strict=True)
+        made = torch.cat([multiply(rows, one, replace(end, bias=added)) for one, added in blocks])
     found: Tensor = collectives.all_to_all(made, group=group_name)
     return found
 
 
-def exchange_then_multiply(
-    rows: Tensor, factor: Tensor, group_name: str | None = None, *scales: Tensor, bias: Tensor | None = None
-) -> Tensor:
+def exchange_then_multiply(rows: Tensor, factor: Tensor, group_name: str | None = None, end: Epilogue = NONE) -> Tensor:
     """rows (P * n, K), factor (P, N, K) -> (n, N)."""
-    return multiply_there(collectives.all_to_all(rows, group=group_name), factor, *scales, bias=bias)
+    return multiply_there(collectives.all_to_all(rows, group=group_name), factor, end)
 
 
-def multiply_there(there: Tensor, factor: Tensor, *scales: Tensor, bias: Tensor | None = None) -> Tensor:
+def multiply_there(there: Tensor, factor: Tensor, end: Epilogue = NONE) -> Tensor:
     """The rows of all ranks, or columns of all ranks by a factor for each: (P * n, K), (P, N, K) -> (n, N)."""
     if factor.dim() == 3:
         there, factor = side_by_side(there, len(factor)), factor.movedim(0, 1).flatten(1)
-    return multiply(there, factor, *scales, bias=bias)
+    return multiply(there, factor, end)
 
 
 def side_by_side(blocks: Tensor, ranks: int) -> Tensor:
@@ -83,19 +76,22 @@ def side_by_side(blocks: Tensor, ranks: int) -> Tensor:
     return apart.movedim(0, -2).reshape(rows // ranks, *between, ranks * columns)
 
 
-def multiply(
-    rows: Tensor, factor: Tensor, *scales: Tensor, bias: Tensor | None = None, activation: str | None = None
-) -> Tensor:
-    """rows (n, K), factor (N, K) -> (n, N); `scales` of float8, of both. Rounded once, behind what follows."""
-    if not scales and activation is None:
-        return torch.mm(rows, factor.t()) if bias is None else torch.addmm(bias, rows, factor.t())
+def multiply(rows: Tensor, factor: Tensor, end: Epilogue = NONE) -> Tensor:
+    """rows (n, K), factor (N, K) -> (n, N). Rounded once, behind what follows."""
+    bias, residual, scales, activation = end.bias, end.residual, end.scales, end.activation
+    if residual is not None:
+        residual = residual.flatten(0, -2)
+    if not scales and activation is None and (bias is None or residual is None):
+        added = residual if bias is None else bias
+        return torch.mm(rows, factor.t()) if added is None else torch.addmm(added, rows, factor.t())
     made = made_of(rows.dtype)
-    if bias is None and activation is None:
+    if bias is None and residual is None and activation is None:
         return multiplied(rows, factor, made, scales)
     wide = multiplied(rows, factor, torch.promote_types(made, torch.float32), scales)
     if bias is not None:
         wide += bias
-    return activated(wide, activation).to(made)
+    wide = activated(wide, activation)
+    return (wide if residual is None else wide.add_(residual)).to(made)
 
 
 WAYS: dict[str, Way] = {

@@ -6,12 +6,14 @@ Assumes nothing of what is given but that it is tensors. Does not look at stride
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 from commdsl.ir.functions import ACTIVATIONS, GATED
 from commdsl.machine.errors import ArgumentError
+from commdsl.overlap.epilogue import WITH_RESIDUAL, Epilogue
 from commdsl.runtime import menu
 from commdsl.runtime.errors import TensorError
 from commdsl.runtime.tensors import made_of
@@ -86,12 +88,35 @@ def check(name: str, x: Tensor, w: Tensor, ranks: int = 1) -> None:
         raise TensorError(f"`{name}`: `x` is (rows, ..., K) and `w` (N, {depth}), got {shapes}")
 
 
-def check_bias(name: str, x: Tensor, w: Tensor, bias: Tensor) -> None:
+def check_epilogue(name: str, x: Tensor, w: Tensor, made: list[Any], epilogue: Epilogue) -> None:
+    """`name` multiplies for results of the shape `made`, before an activation halves it."""
+    if epilogue.bias is not None:
+        _check_bias(name, x, w, epilogue.bias)
+    if epilogue.residual is not None:
+        _check_residual(name, x, made, epilogue.residual)
+    check_activation(name, x, w, epilogue.activation)
+
+
+def _check_bias(name: str, x: Tensor, w: Tensor, bias: Tensor) -> None:
     """It has a number for each row of `w`, of the type of results."""
-    wanted, of = tuple(w.shape[:1]), made_of(x.dtype)
-    if tuple(bias.shape) != wanted or bias.dtype != of or bias.device != x.device:
-        kinds = f"{wanted} of {of} on {x.device}, got {tuple(bias.shape)} of {bias.dtype} on {bias.device}"
-        raise TensorError(f"`{name}`: `bias` is a number for each row of `w`, {kinds}")
+    if wrong := _unlike(x, w.shape[:1], bias):
+        raise TensorError(f"`{name}`: `bias` is a number for each row of `w`, {wrong}")
+
+
+def _check_residual(name: str, x: Tensor, made: list[Any], residual: Tensor) -> None:
+    """It is what results are, of an operator that makes sums where they stay."""
+    if name not in WITH_RESIDUAL:
+        raise ArgumentError(f"`{name}` takes no residual; {', '.join(WITH_RESIDUAL)} do")
+    if wrong := _unlike(x, made, residual):
+        raise TensorError(f"`{name}`: `residual` is as the result, {wrong}")
+
+
+def _unlike(x: Tensor, shape: Sequence[Any], found: Tensor) -> str:
+    """What is wanted and what is there, where these are not the same; of the type of results on the device of `x`."""
+    wanted, of = tuple(shape), made_of(x.dtype)
+    if tuple(found.shape) == wanted and found.dtype == of and found.device == x.device:
+        return ""
+    return f"{wanted} of {of} on {x.device}, got {tuple(found.shape)} of {found.dtype} on {found.device}"
 
 
 def check_activation(name: str, x: Tensor, w: Tensor, activation: str | None) -> None:

@@ -2,7 +2,7 @@
 
 Assumes that each rank can draw what all have. What it must hold it computes by itself: sums in float64, of which those
 of other ranks are rounded before they are added, as they travel; its own, too, where the operator's choice is to
-multiply first and then to send, and then the sum once more, before a bias. Does not make calls.
+multiply first and then to send, and then the sum once more, before a bias, and before a residual. Does not make calls.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from commdsl.overlap import (
     matmul_reduce_scatter,
 )
 from commdsl.overlap.auto import OPERATORS
+from commdsl.overlap.epilogue import WITH_RESIDUAL
 from commdsl.overlap.programs import operands
 from commdsl.planner.tuning.selection import SEQUENCE
 from commdsl.runtime import groups
@@ -38,7 +39,7 @@ PIECES = (1, 4)
 PUSHING = (matmul_reduce_scatter, matmul_all_reduce, matmul_all_to_all)
 """What is made for others can be put to them by products."""
 
-BIAS, GELU, SWIGLU = "bias", "gelu", "swiglu"
+BIAS, RESIDUAL, GELU, SWIGLU = "bias", "bias and residual", "gelu", "swiglu"
 ACTIVATIONS = {GELU: 1, SWIGLU: 2}
 """The parameter A of the schedule that takes one."""
 
@@ -53,11 +54,12 @@ class Drawn:
     x: list[Any]
     w: list[Any]
     bias: list[Any]
+    residual: list[Any]  # zeros, of one number, where there is none
 
     def way_back(self, x: list[Any]) -> Drawn:
         """What comes back, by weights the other way; nothing is added to it."""
         w = [one.double().t() for one in self.w]
-        return Drawn(x, w, [one.new_zeros(len(one)) for one in w])
+        return Drawn(x, w, [one.new_zeros(len(one)) for one in w], [one.new_zeros(1, 1) for one in w])
 
 
 @dataclass(frozen=True)
@@ -83,19 +85,28 @@ class Shape:
 
     def ways(self) -> Iterator[Shape]:
         """Itself, and what its schedule makes of it whatever the operator chooses."""
-        yield from (self, replace(self, end=BIAS))
+        yield from (self, *(replace(self, end=end) for end in self._ends()))
         if self.depth % 8 == 0 and self.columns % 8 == 0:
             for pieces in PIECES:
                 if self.rows % pieces == 0:
                     yield from self.cut(pieces)
             if self.rows % 8 == 0:  # else columns do not begin where TMA reads them
                 yield replace(self, pieces=PIECES[0], by_columns=True)
-            yield from (replace(self, pieces=PIECES[0], dtype=FLOAT8, end=end) for end in ("", BIAS))
-            yield from (replace(one, end=BIAS) for one in self.cut(PIECES[0]))
+            yield from (replace(self, pieces=PIECES[0], dtype=FLOAT8, end=end) for end in ("", *self._ends()))
+            yield from (replace(one, end=end) for end in self._ends() for one in self.cut(PIECES[0]))
         if self.call is all_gather_matmul:
             yield from (replace(self, end=end) for end in ACTIVATIONS if end == GELU or self.columns % 2 == 0)
             if self.depth % 8 == 0 and self.columns % 16 == 0:
                 yield from (replace(self, pieces=PIECES[0], end=end) for end in ACTIVATIONS)
+
+    def _ends(self) -> tuple[str, ...]:
+        """What is added to sums."""
+        return (BIAS, RESIDUAL) if self.has_residual else (BIAS,)
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether one may be added."""
+        return self.call.__name__ in WITH_RESIDUAL
 
     def cut(self, pieces: int) -> Iterator[Shape]:
         """In so many pieces, whoever puts them to peers."""
@@ -103,7 +114,7 @@ class Shape:
             yield replace(self, pieces=pieces, matmul=matmul)
 
     def function(self, run: Parts) -> Callable[..., Any]:
-        """Of x, w, a bias if it has one, and scales of float8."""
+        """Of x, w, a bias and a residual if it has such, and scales of float8."""
         if not self.pieces:
             return self._operator
         name = self.call.__name__
@@ -112,6 +123,8 @@ class Shape:
             params["D"] = 1
         if self.end:
             params["B"] = 1
+        if self.end == RESIDUAL:
+            params["R"] = 1
         if self.end in ACTIVATIONS:
             params["A"] = ACTIVATIONS[self.end]
         op = commdsl.load(OPERATORS[name].schedule, params=params, ranks=run.ranks, tune={"matmul": self.matmul})
@@ -119,12 +132,14 @@ class Shape:
             return op
         return lambda x, w, *beside: op(*operands(name, x, w, groups.name_of(None)), *beside)
 
-    def _operator(self, x: Any, w: Any, bias: Any = None) -> Any:
+    def _operator(self, x: Any, w: Any, bias: Any = None, residual: Any = None) -> Any:
         ends = {"activation": self.end} if self.end in ACTIVATIONS else {}
+        if residual is not None:
+            ends["residual"] = residual
         return self.call(x, w, bias=bias, **ends)
 
     def drawn(self, run: Parts, seed: int) -> Drawn:
-        """The same wherever it is drawn. All ranks have one bias where they have all results."""
+        """The same wherever it is drawn. All ranks have one bias and residual where they have all results."""
         called = OPERATORS[self.call.__name__]
         rows = self.rows * run.ranks if called.all_rows else self.rows
         columns = self.columns * run.ranks if called.all_columns else self.columns
@@ -133,8 +148,19 @@ class Shape:
         draw = partial(torch.randint, -1, 2, generator=dice, device=run.device)
         x = [draw((rows, self.depth)).to(self.dtype) for _ in range(run.ranks)]
         w = [draw((columns, depth)).to(self.dtype) for _ in range(run.ranks)]
-        bias = [draw((columns,)).to(DTYPE) for _ in range(run.ranks)]
-        return Drawn(x, w, bias[:1] * run.ranks if self.call is matmul_all_reduce else bias)
+        added = rows if self.call is matmul_all_reduce else self.rows
+        bias, residual = (
+            [draw(shape).to(DTYPE) for _ in range(run.ranks)]
+            for shape in ((columns,), (added, columns) if self.has_residual else (1, 1))
+        )
+        if self.call is matmul_all_reduce:
+            bias, residual = bias[:1] * run.ranks, residual[:1] * run.ranks
+        return Drawn(x, w, bias, residual)
+
+    def ends(self, drawn: Drawn, rank: int) -> list[Any]:
+        """What is added."""
+        given = [drawn.bias[rank], drawn.residual[rank]]
+        return given[: 2 if self.end == RESIDUAL else 1 if self.end else 0]
 
     def scales(self, run: Parts) -> list[Any]:
         return [torch.tensor(one, device=run.device) for one in SCALES] if self.dtype == FLOAT8 else []
@@ -142,8 +168,9 @@ class Shape:
     def same(self, run: Parts, found: Any, drawn: Drawn) -> Any:
         """Whether a call gave what must come, as a bool on the device."""
         scale = SCALES[0] * SCALES[1] if self.dtype == FLOAT8 else 1.0
-        bias = [one.double() if self.end else 0 * one.double() for one in drawn.bias]
-        given = Drawn([one.double() * scale for one in drawn.x], [one.double() for one in drawn.w], bias)
+        bias = [one.double() * bool(self.end) for one in drawn.bias]
+        residual = [one.double() * (self.end == RESIDUAL) for one in drawn.residual]
+        given = Drawn([one.double() * scale for one in drawn.x], [one.double() for one in drawn.w], bias, residual)
         wanted = WANTED[self.call](run, given, is_wide=self.pieces > 0 or self.is_scheduled(run))
         if self.end not in ACTIVATIONS:
             return run.same(str(self), found, wanted.to(DTYPE))
@@ -179,7 +206,7 @@ def exchanged(run: Parts, of: Drawn, is_wide: bool) -> Any:
 
 
 def returned(run: Parts, of: Drawn, is_wide: bool) -> Any:
-    return brought_back(run, of.x) @ of.w[run.rank].t() + of.bias[run.rank]
+    return brought_back(run, of.x) @ of.w[run.rank].t() + of.bias[run.rank] + of.residual[run.rank]
 
 
 def multiplied(run: Parts, of: Drawn, is_wide: bool) -> Any:
@@ -195,7 +222,10 @@ def summed(of: Drawn, ranks: int, adder: int, is_wide: bool) -> Any:
     """The rows that one rank adds up."""
     made = [x.chunk(ranks)[adder] @ w.t() for x, w, _ in each_of(of)]
     total = sum(one if rank == adder and is_wide else rounded(one) for rank, one in enumerate(made))
-    return (total if is_wide else rounded(total)) + of.bias[adder]
+    residual = of.residual[adder]
+    if len(residual) == ranks * len(total):  # of all rows, of which it adds its own
+        residual = residual.chunk(ranks)[adder]
+    return total + of.bias[adder] + residual if is_wide else rounded(rounded(total) + of.bias[adder]) + residual
 
 
 def each_of(of: Drawn) -> Iterator[tuple[Any, Any, Any]]:

@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 2 tests/gpu/run_products.py [--calls 300 --replays 30 --only storm --operators NAME]
 
 exact     all operators as they choose, and their schedules in one piece and in four, also where products push; with a
-          bias, and with activations, which are within 2^-7; matrices by columns, float8, tails of tiles, tiles cut
-          along K, and what no schedule multiplies: eagerly
+          bias, a residual, and activations, which are within 2^-7; matrices by columns, float8, tails of tiles, tiles
+          cut along K, and what no schedule multiplies: eagerly
 graphs    graphs of two calls, replayed with other numbers
-gradients those of rows, of weights and of a bias
+gradients those of rows, of weights, of a bias and of a residual
 stamps    time stamps of a call, which rank 0 prints: the time that they say is within 5 % of that of events around it
 beside    while NCCL sums up on another stream, begun before the product on every other rank and behind it on the rest
 groups    of two groups at once, on two streams, begun by all ranks in one order
@@ -103,15 +103,15 @@ class Products(Repeated):
         super().__init__(run)
         self.shape, self.function = shape, shape.function(run)
         drawn = shape.drawn(run, 0)
-        self.x, self.w, bias = (one[run.rank].clone() for one in (drawn.x, drawn.w, drawn.bias))
+        self.x, self.w = (one[run.rank].clone() for one in (drawn.x, drawn.w))
         if shape.by_columns:
             self.w = by_columns(self.w)
             self.x = self.x if OPERATORS[shape.call.__name__].gathers else by_columns(self.x)
-        self.bias = [bias] if shape.end else []
+        self.ends = [one.clone() for one in shape.ends(drawn, run.rank)]
         self.scales = shape.scales(run)
 
     def made(self) -> Any:
-        return self.function(self.x, self.w, *self.bias, *self.scales)
+        return self.function(self.x, self.w, *self.ends, *self.scales)
 
     def is_wrong(self, seed: int, found: Any) -> Any:
         return ~self.shape.same(self.run, found, self.shape.drawn(self.run, seed))
@@ -120,8 +120,8 @@ class Products(Repeated):
         drawn = self.shape.drawn(self.run, seed)
         self.x.copy_(drawn.x[self.run.rank])
         self.w.copy_(drawn.w[self.run.rank])
-        for one in self.bias:
-            one.copy_(drawn.bias[self.run.rank])
+        for own, one in zip(self.ends, self.shape.ends(drawn, self.run.rank), strict=True):
+            own.copy_(one)
 
 
 def each(name: str, calls: int, work: Callable[[Parts, Shape, int], int], shapes: Sequence[Shape], run: Parts) -> None:
@@ -146,7 +146,8 @@ def differentiated(run: Parts, shape: Shape, calls: int) -> int:
         rows = shape.rows * run.ranks if shape.call is matmul_all_reduce else shape.rows
         way_back = Shape(call, rows, shape.columns, shape.depth)
         back = way_back.drawn(run, seed + 1).x
-        own = [one[rank].clone().requires_grad_() for one in (given.x, given.w, given.bias)]
+        added = [given.bias, *([given.residual] if shape.has_residual else [])]
+        own = [one[rank].clone().requires_grad_() for one in (given.x, given.w, *added)]
         found = torch.autograd.grad(shape.function(run)(*own), own, back[rank])
         wide = [one.double() for one in back]
         due = BACK[shape.call](run, given.way_back(wide), way_back.is_scheduled(run))
@@ -155,8 +156,8 @@ def differentiated(run: Parts, shape: Shape, calls: int) -> int:
         left = torch.cat(wide) if shape.call is matmul_reduce_scatter else left
         right = torch.cat(given.x) if shape.call is all_gather_matmul else given.x[rank]
         right = brought_back(run, given.x) if shape.call is all_to_all_matmul else right
-        wanted_of = {"rows": due, "weights": left.t() @ right.double(), "bias": of_bias}
-        for one, (name, wanted) in zip(found, wanted_of.items(), strict=True):
+        wanted_of = {"rows": due, "weights": left.t() @ right.double(), "bias": of_bias, "residual": wide[rank]}
+        for one, (name, wanted) in zip(found, wanted_of.items()):  # noqa: B905 - not all have a residual
             wrong += ~run.same(f"{name} of {shape}", one, wanted.to(DTYPE))
     return int(wrong)
 

@@ -253,7 +253,10 @@ def end_of_parts(
     *,
     on_gpu: bool,
 ) -> NoReturn:
-    """Does the parts that the options name, on GPUs with NCCL beside gloo, which ranks that share a GPU cannot have."""
+    """Does the parts that the options name, each in its share of the time that is left, on GPUs with NCCL beside gloo,
+    which ranks that share a GPU cannot have.
+    """
+    end = time.monotonic() + options.time_budget - grace
 
     def make() -> P:
         ranks = int(os.environ["WORLD_SIZE"])
@@ -262,7 +265,9 @@ def end_of_parts(
         return kind(*joined(options, on_gpu=on_gpu, backend="cpu:gloo,cuda:nccl" if with_nccl else "gloo"))
 
     def work(run: P) -> tuple[bool, str]:
-        for name in options.only:
+        for number, name in enumerate(options.only):
+            now = time.monotonic()
+            options.deadline = now + (end - now) / (len(options.only) - number)
             parts[name](run)
         calls = sum(part.calls for part in run.parts if part.problem != LATE)
         wrong = sum(part.wrong for part in run.parts)
@@ -270,7 +275,6 @@ def end_of_parts(
         said = f"{calls} calls, {wrong} wrong on {run.where}, transport {options.transport}"
         return not wrong and not late, said + (f"; {LATE} for {late} of {len(run.parts)} parts" if late else "")
 
-    options.deadline = time.monotonic() + options.time_budget - grace
     end_of(make, work, _table, options.time_budget, grace)
 
 
