@@ -38,6 +38,7 @@ from commdsl.runtime.communicator import Communicator  # noqa: E402
 from commdsl.runtime.driver import play  # noqa: E402
 from commdsl.runtime.errors import BrokenGroupError  # noqa: E402
 from commdsl.runtime.products import Finishing, Multiplying, multiply  # noqa: E402
+from commdsl.runtime.stamps import mark_now  # noqa: E402
 from commdsl.runtime.stream_order import MARKED_CALLS  # noqa: E402
 from commdsl.runtime.turns import products_of, summed  # noqa: E402
 
@@ -73,7 +74,19 @@ class Products(fused.Fused):
 
     def _kernel(self, rows: Any, factor: Any) -> Any:
         one = Kernel(self._gpu)
-        return SimpleNamespace(kernel=one, awaiting=one, waiting=self._waiting, product=None, tiling=None)
+        intervals = np.arange(len(self._turns))
+        return SimpleNamespace(
+            kernel=one,
+            awaiting=one,
+            waiting=self._waiting,
+            product=None,
+            tiling=None,
+            intervals=intervals,
+            mark=mark_now,
+        )
+
+    def mark(self, address: int) -> None:
+        mark_now(address)
 
     def _prepared(self, kernel: Any, held: Mapping[Any, Any], beside: Any, landing: tuple[int, ...]) -> Any:
         words = (ctypes.c_uint64 * self._words).from_address(beside.words)
@@ -168,7 +181,10 @@ def made(gpu: FakeGpu, room: Room, monkeypatch: pytest.MonkeyPatch) -> list[Agai
         operands = products_of(plan)[0].reads[:2]
         rows, factor = (one._cut.operand(kept, one._cut.given(inputs)) for kept in operands)
         one._fused = Products(gpu, plan, one._cut.places, rows, factor, rows.dtype, pushed)
-        one._again, one._alone = Again(communicator), communicator.gate.alone
+        one._alone = communicator.gate.alone
+        if plan.stamped:
+            return
+        one._again = Again(communicator)
         driver = one._again._driver
         one._again._driver = replace(driver, launch=partial(launch, gpu, driver.launch))
         found.append(one._again)
@@ -266,6 +282,36 @@ def test_what_is_pushed_is_not_copied(gpu: FakeGpu, room: Room, made: list[Again
         assert not [copy for copy, *_ in asked if copy]
         plain = [turn for copy, turn, _ in Caller(gpu, room, name, rank, group).asked(1) if not copy]
         assert len(asked) == len(plain)
+
+    run(gpu, body)
+
+
+@pytest.mark.parametrize("matmul", ["kernel", "push"])
+@pytest.mark.parametrize("name", [SCATTER, REDUCE, EXCHANGE])
+def test_profiled_calls(gpu: FakeGpu, room: Room, made: list[Again], name: str, matmul: str) -> None:
+    """They give the same, and say when each launch begins, is ready and ends, also where products push what it would
+    copy.
+    """
+
+    def body(rank: int, group: str) -> None:
+        caller = Caller(gpu, room, name, rank, group, matmul)
+        op, profiles = caller.op, []
+
+        def profiled(*given: Any, group: str) -> Any:
+            found, profile = op.profiled(*given, group=group)
+            profiles.append(profile)
+            return found
+
+        caller.op = profiled
+        caller.call()
+        (profile,) = profiles
+        times = profile.intervals
+        assert (times["begin"] <= times["ready"]).all()
+        assert (times["ready"] <= times["end"]).all()
+        said = {profile.tasks[one].what for one in profile.task}
+        launched = {task.what for task in profile.tasks if " -> " in task.what and not task.computes}
+        assert len(launched) >= PIECES
+        assert launched <= said
 
     run(gpu, body)
 

@@ -139,14 +139,20 @@ class StampedStreams(Around):
         self._brought: Iterator[torch.Tensor] = iter(brought)
         self._last: torch.Tensor | None = None  # of those, the room of the last copy
         self._started = 0  # launches
+        self._is_pushed = False  # what is waited for
 
     def start(self, start: Start, changing: Sequence[int], meanwhile: Meanwhile = ALONE) -> Callable[[], None]:
-        """Ready where its first kernel says so, or behind that where it waits for a product."""
-        room, between = self._launched[self._started], meanwhile.between
+        """Ready where its first kernel says so, or behind that where it waits for a product. What is pushed it does not
+        wait for until then: its first kernel says when peers are ready, which products wait for.
+        """
+        number, between = self._started, meanwhile.between
+        room = self._launched[number]
 
         def waited() -> None:
+            self._is_pushed = self._started > number
             between()
-            if len(room) == 1:
+            is_pushed, self._is_pushed = self._is_pushed, False
+            if len(room) == 1 and not is_pushed:
                 with self.beside():
                     self._stamps.mark(room, READY)
 
@@ -157,8 +163,8 @@ class StampedStreams(Around):
         return rest
 
     def wait(self, what: Hashable, *, beside: bool) -> None:
-        """Beside the caller's stream it is the next launch that waits."""
-        if beside and self._launched:
+        """Beside the caller's stream it is the next launch that waits, or the end of one that products push."""
+        if beside and self._launched and not self._is_pushed:
             with self.beside():
                 self._stamps.wait(self._launched[self._started])
         self._streams.wait(what, beside=beside)
