@@ -85,22 +85,23 @@ class Shape:
 
     def ways(self) -> Iterator[Shape]:
         """Itself, and what its schedule makes of it whatever the operator chooses."""
-        yield from (self, *(replace(self, end=end) for end in self._ends()))
+        yield from (self, *(replace(self, end=end) for end in self.added))
         if self.depth % 8 == 0 and self.columns % 8 == 0:
             for pieces in PIECES:
                 if self.rows % pieces == 0:
                     yield from self.cut(pieces)
             if self.rows % 8 == 0:  # else columns do not begin where TMA reads them
                 yield replace(self, pieces=PIECES[0], by_columns=True)
-            yield from (replace(self, pieces=PIECES[0], dtype=FLOAT8, end=end) for end in ("", *self._ends()))
-            yield from (replace(one, end=end) for end in self._ends() for one in self.cut(PIECES[0]))
+            yield from (replace(self, pieces=PIECES[0], dtype=FLOAT8, end=end) for end in ("", *self.added))
+            yield from (replace(one, end=end) for end in self.added for one in self.cut(PIECES[0]))
         if self.call is all_gather_matmul:
             yield from (replace(self, end=end) for end in ACTIVATIONS if end == GELU or self.columns % 2 == 0)
             if self.depth % 8 == 0 and self.columns % 16 == 0:
                 yield from (replace(self, pieces=PIECES[0], end=end) for end in ACTIVATIONS)
 
-    def _ends(self) -> tuple[str, ...]:
-        """What is added to sums."""
+    @property
+    def added(self) -> tuple[str, ...]:
+        """What may be added to sums."""
         return (BIAS, RESIDUAL) if self.has_residual else (BIAS,)
 
     @property

@@ -26,6 +26,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product as pairs
 from pathlib import Path
@@ -298,6 +299,7 @@ def storm(run: Parts) -> None:
     called = [call for call in WANTED if call.__name__ in run.options.operators]
     shapes = [shape(call, 0) for call in called]
     shapes += [one for call, pieces in pairs(called, PIECES) for one in shape(call, pieces).cut(pieces)]
+    shapes += [replace(one, end=dice.choice(one.added)) for one in shapes]
     found = Counter[bool]()
     with mock.patch.object(again.Again, "__call__", counted(again.Again.__call__, found)):
         repeated.storm(run, dice, [partial(Products, run, shape) for shape in shapes])
