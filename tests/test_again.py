@@ -316,7 +316,7 @@ def test_profiled_calls(gpu: FakeGpu, room: Room, made: list[Again], name: str, 
     run(gpu, body)
 
 
-@pytest.mark.parametrize(("name", "asked"), [(GATHER, 24), (SCATTER, 26), (REDUCE, 48), (EXCHANGE, 32), (RETURN, 24)])
+@pytest.mark.parametrize(("name", "asked"), [(GATHER, 20), (SCATTER, 22), (REDUCE, 42), (EXCHANGE, 31), (RETURN, 20)])
 def test_what_the_driver_is_asked(gpu: FakeGpu, room: Room, made: list[Again], name: str, asked: int) -> None:
     """So many calls of it make one of an op, in two pieces on two ranks."""
 

@@ -40,6 +40,7 @@ Assumes torch; on GPUs also cupy, and nvshmem4py where a group reaches several m
     visits, streams   a call of several launches, with the caller's function between them; the streams it takes
     products, turns, fused   a call of several launches, with products between them; those as one launch of our kernel
     listed, again   such a call -> what it asks of the driver; calls on tensors where others were before -> that again
+    implied       what it asks -> the same without waits that others imply
     timing        such a call -> how long each visit took, and what travelled meanwhile
     stamps        calls of a Plan that writes time stamps -> what they say
     eager         whether a call may pass torch's dispatcher by

@@ -15,6 +15,7 @@ import torch
 
 from commdsl.runtime.device import DeviceCommunicator
 from commdsl.runtime.driver import Listing, of_cupy
+from commdsl.runtime.implied import needed
 from commdsl.runtime.kept import keep
 from commdsl.runtime.landing import Region
 from commdsl.runtime.lasting import room
@@ -66,6 +67,7 @@ class Again:
         with self._communicator.bound():  # events are of the current one
             if not make(ListedStreams(listing, stream, self._communicator.beside, words), region):
                 return None
+        listing.calls[:] = needed(self._driver, listing.calls)
         keep(self._known, key, listing, MOST)
         return listing
 
