@@ -50,10 +50,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Parallel:
-    """A product of all ranks' rows, and one whose sums go to all: by whom."""
+    """A product of all ranks' rows, and one whose sums go to all, each with what its rank adds: by whom."""
 
     gather: Callable[[Tensor, Tensor], Tensor]
-    scatter: Callable[[Tensor, Tensor], Tensor]
+    scatter: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def plain() -> Parallel:
@@ -63,13 +63,18 @@ def plain() -> Parallel:
     def gather(x: Tensor, w: Tensor) -> Tensor:
         return functional.linear(functional_collectives.all_gather_tensor_autograd(x, 0, group), w)
 
-    def scatter(x: Tensor, w: Tensor) -> Tensor:
-        return functional_collectives.reduce_scatter_tensor_autograd(functional.linear(x, w), "sum", 0, group)
+    def scatter(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
+        made = functional_collectives.reduce_scatter_tensor_autograd(functional.linear(x, w), "sum", 0, group)
+        return residual + made
 
     return Parallel(gather, scatter)
 
 
-FUSED = Parallel(partial(overlap.all_gather_matmul, keep_rows=True), overlap.matmul_reduce_scatter)
+def _scatter(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
+    return overlap.matmul_reduce_scatter(x, w, residual=residual)
+
+
+FUSED = Parallel(partial(overlap.all_gather_matmul, keep_rows=True), _scatter)
 """Rows that were gathered are kept, as the plain layers keep them."""
 
 
@@ -93,9 +98,9 @@ class Layer(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's tokens (n, hidden)."""
-        x = x + self.parallel.scatter(self.attended(self.normed(x, 0)), self.out)
+        x = self.parallel.scatter(self.attended(self.normed(x, 0)), self.out, x)
         gate, up = self.parallel.gather(self.normed(x, 1), self.up).chunk(2, -1)
-        return x + self.parallel.scatter(functional.silu(gate) * up, self.down)
+        return self.parallel.scatter(functional.silu(gate) * up, self.down, x)
 
     def normed(self, x: Tensor, number: int) -> Tensor:
         return functional.rms_norm(x, (self.sizes.hidden,), self.norms[number])
