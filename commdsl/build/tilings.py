@@ -12,10 +12,10 @@ from commdsl.build.matmul import FLOAT8, Product, Tiling, cut_tiles, shares
 
 _SPLIT = {2: (80, 128, 160, 224), 4: (64, 96, 128)}
 WAYS = (
-    *(Tiling(columns, 1) for columns in (64, 80, 128, 160, 192, 224, 256)),
+    *(Tiling(columns, 1) for columns in (64, 80, 96, 112, 128, 144, 160, 192, 224, 256)),
     *(Tiling(columns, 2) for columns in (128, 160, 256)),
     *(Tiling(columns, cluster, 4) for columns in (128, 256) for cluster in (1, 2)),
-    Tiling(224, 1, 4),
+    *(Tiling(columns, 1, 4) for columns in (96, 224)),
     Tiling(160, 1, rows=256),
     *(Tiling(columns, 1, split=split) for split, found in _SPLIT.items() for columns in found),
 )
@@ -30,7 +30,9 @@ _MULTIPLY, _HEAT, _HOT, _READ, _ALONE, _SAVED = 0.00295, 0.00012, 7e11, 0.00167,
 # send each other; a part more, of such a tile; that parts are uneven, and that no two blocks read the same at a time.
 _LAUNCH, _TILE, _STORE, _HIDDEN, _MEET, _SHARE, _SEND = 0.4, 0.14, 1.68, 0.9, 0.45, 1.5, 5.7
 _PART, _UNEVEN, _APART = 3.4, 5.0, 44.0
-_BYTES = 3.7e6  # that memory brings
+_SOONER, _BETWEEN = 0.0014, (96, 112, 144)  # to read a line of tiles that are so wide and are not cut
+_BYTES, _ENOUGH = 3.7e6, 106  # that memory brings, to so many SMs or more
+_KEPT = 50e6  # that stay in the L2 cache from call to call
 
 
 def chosen(product: Product, sms: int, there: float = 0.0) -> Tiling:
@@ -69,7 +71,7 @@ def _making(product: Product, tiling: Tiling, sms: int, cut: Sequence[int]) -> f
         if dealt % left:
             others += _UNEVEN + _APART * (-dealt % left / left) / tiling.cluster
     stored = waves * each - max(waves - 1, 0) * hidden
-    return stored + others + max(products, _bytes(product) / _BYTES)
+    return stored + others + max(products, _brought(product, _ENOUGH if sum(cut) else whole * tiling.blocks))
 
 
 def _stores_late(product: Product, tiling: Tiling) -> bool:
@@ -82,12 +84,19 @@ def _stage(product: Product, tiling: Tiling, clusters: float) -> float:
     lines = tiling.rows + tiling.columns * (1 - _SAVED * (tiling.cluster - 1))
     busy = _ALONE + (1 - _ALONE) * clusters * tiling.blocks / 132
     heat = _HEAT * (tiling.rows + tiling.columns / tiling.cluster) if _is_hot(product) else 0.0
-    return max(_MULTIPLY * tiling.columns * tiling.rows / 128 + heat, _READ * lines * busy)
+    read = _SOONER if tiling.columns in _BETWEEN and tiling.parts == tiling.split == 1 else _READ
+    return max(_MULTIPLY * tiling.columns * tiling.rows / 128 + heat, read * lines * busy)
 
 
 def _is_hot(product: Product) -> bool:
     """Of float8 nothing was measured."""
     return product.dtype != FLOAT8 and 2.0 * product.turns * product.rows * product.columns * product.depth >= _HOT
+
+
+def _brought(product: Product, blocks: int) -> float:
+    """From memory, to so many blocks."""
+    found = _bytes(product)
+    return found / (_BYTES * (min(blocks / _ENOUGH, 1.0) if found > _KEPT else 1.0))
 
 
 def _bytes(product: Product) -> int:
