@@ -30,7 +30,8 @@ _MULTIPLY, _HEAT, _HOT, _READ, _ALONE, _SAVED = 0.00295, 0.00012, 7e11, 0.00167,
 # send each other; a part more, of such a tile; that parts are uneven, and that no two blocks read the same at a time.
 _LAUNCH, _TILE, _STORE, _HIDDEN, _MEET, _SHARE, _SEND = 0.4, 0.14, 1.68, 0.9, 0.45, 1.5, 5.7
 _PART, _UNEVEN, _APART = 3.4, 5.0, 44.0
-_SOONER, _BETWEEN = 0.0014, (96, 112, 144)  # to read a line of tiles that are so wide and are not cut
+# To read a line of tiles that are so wide and are not cut, and how much longer they are multiplied.
+_BETWEEN, _SOONER, _LONGER = (96, 112, 144), 0.0014, 1.02
 _BYTES, _ENOUGH = 3.7e6, 106  # that memory brings, to so many SMs or more
 _KEPT = 50e6  # that stay in the L2 cache from call to call
 
@@ -84,8 +85,9 @@ def _stage(product: Product, tiling: Tiling, clusters: float) -> float:
     lines = tiling.rows + tiling.columns * (1 - _SAVED * (tiling.cluster - 1))
     busy = _ALONE + (1 - _ALONE) * clusters * tiling.blocks / 132
     heat = _HEAT * (tiling.rows + tiling.columns / tiling.cluster) if _is_hot(product) else 0.0
-    read = _SOONER if tiling.columns in _BETWEEN and tiling.parts == tiling.split == 1 else _READ
-    return max(_MULTIPLY * tiling.columns * tiling.rows / 128 + heat, read * lines * busy)
+    is_between = tiling.columns in _BETWEEN and tiling.parts == tiling.split == 1
+    read, longer = (_SOONER, _LONGER) if is_between else (_READ, 1.0)
+    return max(_MULTIPLY * longer * tiling.columns * tiling.rows / 128 + heat, read * lines * busy)
 
 
 def _is_hot(product: Product) -> bool:
