@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
+import itertools
 import sys
 import threading
 from collections.abc import Callable
@@ -250,6 +252,29 @@ def test_what_is_forgotten() -> None:
     for number in (1, 2, 3, 4, 5):
         keep(known, number, "made", most=3)
     assert [*known] == [3, 4, 5]
+
+
+def test_a_table_that_changes_while_it_is_looked_through() -> None:
+    """Another thread comes in wherever Python gives way, as where it collects garbage; there something comes in here:
+    what was over goes, and nothing is raised.
+    """
+    known = {(number,): SimpleNamespace(is_over=number % 2 == 0) for number in range(2000)}
+    others = itertools.count()
+
+    def comes_in(*_: object) -> None:
+        known["other", next(others)] = SimpleNamespace(is_over=False)
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(comes_in)
+    try:
+        gc.set_threshold(1)
+        calls.keep_call(known, ("made",), SimpleNamespace(is_over=False), most=1 << 20)  # type: ignore[type-var] # calls
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(comes_in)
+    assert next(others) > 0
+    assert not any(one.is_over for one in known.values())
+    assert ("made",) in known
 
 
 @pytest.mark.parametrize(("sms", "is_behind"), [(4, True), (16, False)])

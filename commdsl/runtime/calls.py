@@ -110,6 +110,6 @@ CallT = TypeVar("CallT", bound=Call)
 
 def keep_call(known: dict[tuple[object, ...], CallT], key: tuple[object, ...], made: CallT, most: int) -> None:
     """As `keep`; those on groups that were given back go, too."""
-    for one in [one for one, call in tuple(known.items()) if call.is_over]:
+    for one in [one for one, call in known.copy().items() if call.is_over]:  # another thread may come in between
         known.pop(one, None)
     keep(known, key, made, most)

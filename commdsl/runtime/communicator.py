@@ -283,7 +283,7 @@ class Communicator(Breaking, ABC):
             common = set.intersection(*(set(value.decode().split(",")) for value in everyone))
             # Nobody clears a heap while a kernel of another rank may still write to it.
             meet("finished", b"")
-            for key, workspace in tuple(self.workspaces.items()):
+            for key, workspace in self.workspaces.copy().items():
                 if workspace.number in common:
                     workspace.reset()
                 else:
