@@ -53,7 +53,7 @@ class Parallel:
     """A product of all ranks' rows, and one whose sums go to all, each with what its rank adds: by whom."""
 
     gather: Callable[[Tensor, Tensor], Tensor]
-    scatter: Callable[[Tensor, Tensor, Tensor], Tensor]
+    scatter: Callable[..., Tensor]  # of rows, weights and a `residual`
 
 
 def plain() -> Parallel:
@@ -70,11 +70,7 @@ def plain() -> Parallel:
     return Parallel(gather, scatter)
 
 
-def _scatter(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
-    return overlap.matmul_reduce_scatter(x, w, residual=residual)
-
-
-FUSED = Parallel(partial(overlap.all_gather_matmul, keep_rows=True), _scatter)
+FUSED = Parallel(partial(overlap.all_gather_matmul, keep_rows=True), overlap.matmul_reduce_scatter)
 """Rows that were gathered are kept, as the plain layers keep them."""
 
 
@@ -98,9 +94,9 @@ class Layer(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's tokens (n, hidden)."""
-        x = self.parallel.scatter(self.attended(self.normed(x, 0)), self.out, x)
+        x = self.parallel.scatter(self.attended(self.normed(x, 0)), self.out, residual=x)
         gate, up = self.parallel.gather(self.normed(x, 1), self.up).chunk(2, -1)
-        return self.parallel.scatter(functional.silu(gate) * up, self.down, x)
+        return self.parallel.scatter(functional.silu(gate) * up, self.down, residual=x)
 
     def normed(self, x: Tensor, number: int) -> Tensor:
         return functional.rms_norm(x, (self.sizes.hidden,), self.norms[number])

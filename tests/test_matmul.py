@@ -193,6 +193,11 @@ def test_the_tiling_chosen_is_as_fast_as_the_fastest(size: tuple[int, int, int, 
     assert measured[chosen(Product(*sides), sms)] <= 1.04 * min(measured.values())
 
 
+def test_the_widest_tiles_make_large_products() -> None:
+    """At 2048x8192x8192 they take 2 to 5 % less than those of 144 columns, which a count of waves would prefer."""
+    assert chosen(Product(2048, 8192, 8192), 132) == Tiling(256, 1)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_tiling_is_chosen_for_every_product(seed: int) -> None:
     """Whatever the size and the form: on any number of SMs, with clusters that a GPU holds."""

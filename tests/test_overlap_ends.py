@@ -4,7 +4,9 @@ see, and what is refused.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -148,15 +150,17 @@ def test_of_a_bias_alone(call: Any, meaning: Meaning) -> None:
         assert all(torch.equal(one, due[rank % len(due)]) for one in found)
 
 
+def penalty(results: Tensors, of: Tensors) -> Any:
+    """On the gradients of squares, each number by its place modulo 3."""
+    made = torch.autograd.grad(sum(one.square().sum() for one in results), of, create_graph=True)
+    return sum((one.square() * (torch.arange(one.numel()).view(one.shape) % 3)).sum() for one in made)
+
+
 @every_way
 def test_gradients_of_gradients(call: Any, meaning: Meaning) -> None:
     """On ranks, a penalty on all gradients has the gradients that it has on one; several are made at once, too."""
     numbers = drawn(call, 2)
     exact = leaves(numbers)
-
-    def penalty(results: Tensors, of: Tensors) -> Any:
-        made = torch.autograd.grad(sum(one.square().sum() for one in results), of, create_graph=True)
-        return sum((one.square() * (torch.arange(one.numel()).view(one.shape) % 3)).sum() for one in made)
 
     flat = [*dict.fromkeys(chain(*exact))]
     of = torch.autograd.grad(penalty([*dict.fromkeys(meaning(*exact))], flat), flat)
@@ -323,19 +327,26 @@ def test_compiled() -> None:
     calls += [(all_gather_matmul, {"activation": activation}) for activation in ACTIVATIONS]
     numbers = [of_all for call, _ in calls for of_all in drawn(call, 2)]
 
-    def rank_does(rank: int, group: str) -> None:
-        def model(*given: Any) -> Any:
-            made = []
-            for number, (call, ends) in enumerate(calls):
-                x, w, b = given[3 * number : 3 * number + 3]
-                made.append(call(x.sin(), w * 2, bias=b.cos(), group=group, **ends).flatten())
-            return torch.cat(made).cos()
+    def model(group: str, *given: Any) -> Any:
+        made = []
+        for number, (call, ends) in enumerate(calls):
+            x, w, b = given[3 * number : 3 * number + 3]
+            made.append(call(x.sin(), w * 2, bias=b.cos(), group=group, **ends).flatten())
+        return torch.cat(made).cos()
 
-        traced = torch.compile(model, fullgraph=True, backend="aot_eager") if rank == 0 else model
+    assert_compiled(model, numbers)
+
+
+def assert_compiled(model: Callable[..., Any], numbers: Sequence[Tensors]) -> None:
+    """`model`, of a group and what a rank has of each of `numbers`, gives the same on a rank that compiles it."""
+
+    def rank_does(rank: int, group: str) -> None:
+        plain = partial(model, group)
+        traced = torch.compile(plain, fullgraph=True, backend="aot_eager") if rank == 0 else plain
         tensors = [one[rank] for one in numbers]
-        assert_as_eager(traced, model, tensors)
+        assert_as_eager(traced, plain, tensors)
         with torch.no_grad():
-            torch.testing.assert_close(traced(*tensors), model(*tensors))
+            torch.testing.assert_close(traced(*tensors), plain(*tensors))
 
     in_group(2, rank_does)
 
@@ -385,6 +396,16 @@ def test_a_bias_with_gaps() -> None:
         assert torch.equal(other, product[rank] - b[rank])
 
 
+def of_another_kind(one: Any) -> list[tuple[Any, str]]:
+    """What is refused in place of a tensor of float32 though it has its shape, or none, and in which words."""
+    return [
+        (one.double(), rf"got {re.escape(str(tuple(one.shape)))} of torch.float64"),
+        (one.to("meta"), "on meta"),
+        (one.numpy(), "pass torch.from_numpy"),
+        (0.0, "pass torch.tensor"),
+    ]
+
+
 @every_way
 def test_what_is_no_bias(call: Any, meaning: Meaning) -> None:
     """Refused before anything is sent, with what is wanted; also where calls without one went before."""
@@ -394,10 +415,7 @@ def test_what_is_no_bias(call: Any, meaning: Meaning) -> None:
     for bias, words in (
         (b[:5], r"a number for each row of `w`, \(6,\) of torch.float32 on cpu, got \(5,\)"),
         (b[None], r"got \(1, 6\)"),
-        (b.double(), r"got \(6,\) of torch.float64"),
-        (b.to("meta"), "on meta"),
-        (b.numpy(), "pass torch.from_numpy"),
-        (0.0, "pass torch.tensor"),
+        *of_another_kind(b),
     ):
         with pytest.raises(commdsl.TensorError, match=words):
             call(x, w, bias=bias, group=group)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,6 +35,8 @@ from commdsl.program.memory import Rights  # noqa: E402 - as above
 from commdsl.program.plan import Plan  # noqa: E402 - as above
 from commdsl.program.stamps import INTERVAL, Layout, Task, layout, stamped  # noqa: E402 - as above
 from commdsl.runtime.errors import OpError  # noqa: E402 - as above
+from commdsl.runtime.stamps import READY, StampedStreams  # noqa: E402 - as above
+from commdsl.runtime.workspace import Meanwhile, nothing  # noqa: E402 - as above
 
 RANKS = 2
 ELEMENTS = 40_000
@@ -178,6 +182,26 @@ def test_the_report() -> None:
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_pushed", [False, True])
+def test_when_a_launch_is_ready(is_pushed: bool) -> None:
+    """Where it copies, when what it copies is made; where products push that, its first kernel says it, and its stamps
+    do not say for what it waits in the end.
+    """
+    said: list[object] = []
+
+    def start(_: object, changing: object, meanwhile: Meanwhile) -> Callable[[], None]:
+        if is_pushed:
+            return meanwhile.between
+        meanwhile.between()
+        return nothing
+
+    inner = SimpleNamespace(start=start, beside=nullcontext, wait=lambda what, beside: said.append(what))
+    noted = SimpleNamespace(mark=lambda room, stamp: said.append(stamp), wait=lambda room: said.append("since"))
+    streams = StampedStreams(inner, noted, [torch.zeros(1, 4)], [])  # type: ignore[arg-type] # of which it takes this
+    streams.start(None, (), Meanwhile(lambda: streams.wait("made", beside=True)))()  # type: ignore[arg-type] # as above
+    assert said == (["made"] if is_pushed else ["since", "made", READY])
 
 
 def test_profiled_calls() -> None:

@@ -22,6 +22,9 @@ GATE = ("A", 1 + ACTIVATIONS.index(GATED))
 WITH_RESIDUAL = ("matmul_reduce_scatter", "matmul_all_reduce", "all_to_all_matmul")
 """Operators whose sums stay where they are added up."""
 
+WITH_ACTIVATION = ("all_gather_matmul",)
+"""Operators whose sums are results as soon as they are made."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Epilogue:
@@ -45,10 +48,15 @@ class Epilogue:
         return replace(self, bias=None, residual=None)
 
     @property
+    def matrix(self) -> Tensor | None:
+        """The residual, as rows lie that are made."""
+        return None if self.residual is None else self.residual.flatten(0, -2)
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """In the order in which schedules take them: numbers that lie side by side, and a matrix as what is made."""
         bias = () if self.bias is None else (self.bias.contiguous(),)
-        residual = () if self.residual is None else (self.residual.flatten(0, -2).contiguous(),)
+        residual = () if self.matrix is None else (self.matrix.contiguous(),)
         return (*bias, *residual, *self.scales)
 
     @property

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from commdsl.ir.functions import GATED
+from commdsl.machine.errors import ArgumentError
 from commdsl.overlap import shapes
 from commdsl.overlap.epilogue import Epilogue
 from commdsl.overlap.programs import (
@@ -106,6 +107,8 @@ class Run:
     def _wanted(self, x: Tensor, w: Tensor, group_name: str, epilogue: Epilogue) -> list[Shape]:
         """The shapes of the results. Refuses what is no product, and what none ends with."""
         made = self._shape(x, w, group_name)
+        if epilogue.activation is not None and self._shape_of_rows is not None:
+            raise ArgumentError(f"`{self._product}` that returns rows takes no activation")
         shapes.check_epilogue(self._product, x, w, made, epilogue)
         if epilogue.activation == GATED:
             made[-1] = made[-1] // 2

@@ -38,9 +38,9 @@ def multiply_then_scatter(rows: Tensor, factor: Tensor, group_name: str | None =
 
 def _added(found: Tensor, end: Epilogue) -> Tensor:
     """To sums over the ranks what is in each of them once, one after the other."""
-    for one in (end.bias, end.residual):
+    for one in (end.bias, end.matrix):
         if one is not None:
-            found += one.flatten(0, -2) if one.dim() > 2 else one
+            found += one
     return found
 
 
@@ -78,9 +78,7 @@ def side_by_side(blocks: Tensor, ranks: int) -> Tensor:
 
 def multiply(rows: Tensor, factor: Tensor, end: Epilogue = NONE) -> Tensor:
     """rows (n, K), factor (N, K) -> (n, N). Rounded once, behind what follows."""
-    bias, residual, scales, activation = end.bias, end.residual, end.scales, end.activation
-    if residual is not None:
-        residual = residual.flatten(0, -2)
+    bias, residual, scales, activation = end.bias, end.matrix, end.scales, end.activation
     if not scales and activation is None and (bias is None or residual is None):
         added = residual if bias is None else bias
         return torch.mm(rows, factor.t()) if added is None else torch.addmm(added, rows, factor.t())

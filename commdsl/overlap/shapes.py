@@ -13,7 +13,7 @@ import torch
 
 from commdsl.ir.functions import ACTIVATIONS, GATED
 from commdsl.machine.errors import ArgumentError
-from commdsl.overlap.epilogue import WITH_RESIDUAL, Epilogue
+from commdsl.overlap.epilogue import WITH_ACTIVATION, WITH_RESIDUAL, Epilogue
 from commdsl.runtime import menu
 from commdsl.runtime.errors import TensorError
 from commdsl.runtime.tensors import made_of
@@ -94,6 +94,8 @@ def check_epilogue(name: str, x: Tensor, w: Tensor, made: list[Any], epilogue: E
         _check_bias(name, x, w, epilogue.bias)
     if epilogue.residual is not None:
         _check_residual(name, x, made, epilogue.residual)
+    if epilogue.activation is not None and name not in WITH_ACTIVATION:
+        raise ArgumentError(f"`{name}` takes no activation; {', '.join(WITH_ACTIVATION)} does")
     check_activation(name, x, w, epilogue.activation)
 
 

@@ -157,8 +157,9 @@ def differentiated(run: Parts, shape: Shape, calls: int) -> int:
         left = torch.cat(wide) if shape.call is matmul_reduce_scatter else left
         right = torch.cat(given.x) if shape.call is all_gather_matmul else given.x[rank]
         right = brought_back(run, given.x) if shape.call is all_to_all_matmul else right
-        wanted_of = {"rows": due, "weights": left.t() @ right.double(), "bias": of_bias, "residual": wide[rank]}
-        for one, (name, wanted) in zip(found, wanted_of.items()):  # noqa: B905 - not all have a residual
+        wanted_of = {"rows": due, "weights": left.t() @ right.double(), "bias": of_bias}
+        wanted_of |= {"residual": wide[rank]} if shape.has_residual else {}
+        for one, (name, wanted) in zip(found, wanted_of.items(), strict=True):
             wrong += ~run.same(f"{name} of {shape}", one, wanted.to(DTYPE))
     return int(wrong)
 
