@@ -99,10 +99,10 @@ def is_ordered(plan: Plan, places: Places) -> bool:
     first = unordered(plan, places)
     if first is not None:
         _LOGGER.warning(
-            "torch multiplies in `%s`: %s, which the fused kernel cannot wait for; `tune { matmul library }` chooses "
-            "torch and silences this warning",
+            "`%s`: torch multiplies, as the fused kernel has no wait for the product that `%s` depends on; "
+            "`tune { matmul library }` chooses torch and silences this warning",
             plan.name,
-            f"`{first.writes[0].name}` depends on another product of the same call",
+            first.writes[0].name,
         )
     return first is None
 
