@@ -67,7 +67,7 @@ def _library_path(library: Library) -> Path | None:
 
 @memoize
 def load(library: Library) -> ctypes.CDLL:
-    """Return the library, loaded. Raises MissingToolError, and ResourceError where a limit of the process is reached."""
+    """Return the library, loaded. Raises MissingToolError, or ResourceError where a limit of the process is reached."""
     try:
         path = _library_path(library)
         for part in library.parts:

@@ -25,6 +25,7 @@ from commdsl.language.diagnostics import InternalError
 from commdsl.machine import cache, resources
 from commdsl.machine.config import Config, from_environment
 from commdsl.machine.errors import ConfigError, Error, MissingToolError
+from commdsl.machine.printable import printable
 from commdsl.machine.private import work_folder
 
 PROBE_SECONDS = 60
@@ -76,7 +77,7 @@ def show(found: list[Finding]) -> None:
     width = max(len(finding.name) for finding in found)
     for finding in found:
         state = "" if finding.state is State.OK else f"{finding.state}: "
-        output.say(f"{marks[finding.state]} {finding.name:<{width}}  {state}{finding.seen}")
+        output.say(f"{marks[finding.state]} {finding.name:<{width}}  {state}{printable(finding.seen)}", styled=True)
     for state, title in ((State.BROKEN, "To mend what is broken:"), (State.MISSING, "To get what is missing:")):
         rows = [finding for finding in found if finding.state is state]
         if rows:

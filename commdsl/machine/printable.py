@@ -12,11 +12,11 @@ SURROGATE, BYTE = 0xDC00, range(0xDC80, 0xDD00)
 def printable(text: str, *, lines: bool = True) -> str:
     """Return the text with control, formatting and surrogate characters escaped as Python writes them.
 
-    Newlines stay, unless `lines` is False: of a name, which is one line.
+    Newlines and tabs stay, unless `lines` is False: of a name, which is one line.
     """
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() or (lines and char == "\n") else _escaped(char) for char in text)
+    return "".join(char if char.isprintable() or (lines and char in "\n\t") else _escaped(char) for char in text)
 
 
 def _escaped(char: str) -> str:
