@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from commdsl.machine.errors import Error as Error
     from commdsl.machine.errors import MissingToolError as MissingToolError
     from commdsl.machine.errors import NotFoundError as NotFoundError
+    from commdsl.machine.errors import ResourceError as ResourceError
     from commdsl.planner.tuning.selection import TableError as TableError
     from commdsl.program.timeouts import CommTimeout as CommTimeout
     from commdsl.runtime.collectives import all_gather as all_gather
@@ -84,6 +85,7 @@ __all__ = [
     "PeerError",
     "ReductionError",
     "RendezvousError",
+    "ResourceError",
     "RowError",
     "TableError",
     "TensorError",
@@ -135,6 +137,7 @@ _HOME = {
     "PeerError": "commdsl.runtime.errors",
     "ReductionError": "commdsl.runtime.errors",
     "RendezvousError": "commdsl.runtime.errors",
+    "ResourceError": "commdsl.machine.errors",
     "RowError": "commdsl.runtime.errors",
     "TableError": "commdsl.planner.tuning.selection",
     "TensorError": "commdsl.runtime.errors",

@@ -6,7 +6,9 @@ does). Everything lies between two guards, and what is only written holds a patt
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -80,7 +82,13 @@ class Ground:
 
 
 def _map_file(path: Path, size: int) -> mmap.mmap:
-    """A file of zeros, mapped; pages that nobody touches take no room."""
+    """A file of zeros, mapped; pages that nobody touches take no room.
+
+    Raises OSError where the folder has no room for all of them: to touch a page for which there is none is a signal.
+    """
+    folder = os.statvfs(path.parent)
+    if size > folder.f_bavail * folder.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     with path.open("w+b") as file:
         file.truncate(size)
         return mmap.mmap(file.fileno(), size)

@@ -50,7 +50,7 @@ def report(
         output.say_json({"proved": proved, "diagnostics": [diagnostics.to_json(d) for d in found]})
     else:
         for name, words in summary(outcomes):
-            output.say(f"{output.style('✓', 'good')} {name}: {words}")
+            output.say(f"{output.style('✓', 'good')} {name}: {words}", styled=True)
         if concise:
             for diagnostic in found:
                 output.tell(diagnostics.render_concise(diagnostic))

@@ -44,7 +44,10 @@ def show(path: Path, target: Target, name: str | None, stage: Stage, *, svg: Pat
         files = read(path)
         if stage is Stage.SYNTAX:
             text = dumps.syntax_text(files)
-            output.say_json({"file": str(path), "stage": stage.value, "text": text}) if as_json else output.say(text)
+            if as_json:
+                output.say_json({"file": str(path), "stage": stage.value, "text": text})
+            else:
+                output.say_text(f"{text}\n")
             return Exit.FINE
         jobs = jobs_of(path, files, target, name)
     except CommError as error:
@@ -60,7 +63,7 @@ def show(path: Path, target: Target, name: str | None, stage: Stage, *, svg: Pat
     if as_json:
         output.say_json([shown.json for shown in pages])
     else:
-        output.say("\n".join(shown.text.rstrip("\n") for shown in pages))
+        output.say_text("".join(f"{shown.text.rstrip(chr(10))}\n" for shown in pages), styled=True)
         output.show_diagnostics(merge(outcomes))
     return Exit.FINE
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from commdsl.build import host
 from commdsl.program.arguments import arguments
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import Launch
@@ -117,7 +118,7 @@ class HostKernel:
     """The host build. A call occupies this thread and one more per further lane, without the interpreter's lock."""
 
     def __init__(self, path: Path) -> None:
-        self._entry = ctypes.CDLL(str(path)).commdsl_launch
+        self._entry = host.loaded(path).commdsl_launch
 
     def launch(self, prepared: Prepared, stream: int) -> None:
         failure = self._entry(prepared.arguments, 1, 1, _NO_DELAY)

@@ -61,7 +61,7 @@ def load(
     chosen = _size(group) if ranks is None else given.whole("ranks", ranks, 1)
     known = program(asked, chosen, Transport.PEER, from_environment())
     suffix = "".join(f"_{key}_{value}".replace("-", "m") for key, value in (*asked.params, *asked.tune))
-    name = known.plan.name + suffix + ("" if on is None else "_on_" + re.sub(r"\W", "_", Path(on).name))
+    name = known.plan.name + suffix + ("" if on is None else "_on_" + re.sub(r"\W", "_", Path(on).name, flags=re.ASCII))
     return register(name, key([digest_of(asked), *(one.key for one in asked.kernels)]), asked, chosen, _inverse, load)
 
 
