@@ -23,13 +23,14 @@ from attend_cases import (  # noqa: E402 - after the check for torch
     sender_of,
     whole,
 )
-from thread_ranks import at_once, in_group  # noqa: E402 - after the check for torch
+from thread_ranks import at_once, in_group, outcomes  # noqa: E402 - after the check for torch
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402 - after the check for torch
 
+import commdsl  # noqa: E402 - after the check for torch
 from commdsl import dispatch  # noqa: E402 - after the check for torch
 from commdsl.dispatch import DispatchError  # noqa: E402 - after the check for torch
 from commdsl.machine.errors import ArgumentError  # noqa: E402 - after the check for torch
-from commdsl.runtime.errors import TensorError  # noqa: E402 - after the check for torch
+from commdsl.runtime.errors import AgreementError, TensorError  # noqa: E402 - after the check for torch
 
 LENGTHS = [[700, 20], [90, 1], [60, 130, 0]]
 """The first rank has a long document; what it has too much of goes to both others."""
@@ -217,6 +218,61 @@ def test_there_is_room_for_every_plan() -> None:
             assert route.copies[1] <= limits.copies
 
     in_group(5, work)
+
+
+# --- what ranks agree on ----------------------------------------------------------------------------------------------
+
+
+DIFFERENT = {
+    "mask": (lambda rank: {"causal": rank == 0}, lambda rank: {}, ("causal", "not causal")),
+    "scale": (lambda rank: {}, lambda rank: {"scale": 0.25 + rank}, ("scale 0.25", "scale 1.25")),
+    "scale and default": (lambda rank: {}, lambda rank: {"scale": 0.25 if rank else None}, ("0.25", "0.3535")),
+}
+
+
+@pytest.mark.parametrize("put", ["rows", "packed"])
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_that_differ(name: str, put: str) -> None:
+    """Ranks that attend by another mask or scale all raise, and each error names both sides; after a reset they agree
+    again.
+    """
+    terms, settings, words = DIFFERENT[name]
+    names = commdsl.threads(2)
+
+    def work(rank: int) -> Any:
+        route = routed(names[rank], [[300], [50, 14]], **terms(rank))
+        sender = sender_of(names[rank], 300, put=put)
+        try:
+            sender.attend(*drawn(route.rows, rank), route, **settings(rank))
+            sender.synchronize()
+        except AgreementError as error:
+            commdsl.reset(names[rank])
+            right = routed(names[rank], [[300], [50, 14]])
+            return str(error), sender.attend(*drawn(route.rows, rank), right)
+        raise AssertionError("nothing was raised")
+
+    found = outcomes(2, work)
+
+    assert all(isinstance(one, tuple) for one in found), found
+    for message, out in found:
+        assert all(word in message for word in words), message
+        assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("odd", ["dtype", "shape"])
+def test_rows_of_another_kind(odd: str) -> None:
+    """Rows that have as many bytes and another dtype or shape are another call."""
+    names = commdsl.threads(2)
+
+    def work(rank: int) -> Any:
+        route, sender = routed(names[rank], [[300], [64]]), sender_of(names[rank], 300, torch.float16)
+        rows = torch.zeros(route.rows, HEADS, DIM, dtype=torch.float16)
+        if rank:
+            rows = rows.bfloat16() if odd == "dtype" else rows.view(route.rows, HEADS * DIM)
+        sender.dispatch(rows, route)
+        return sender.synchronize()
+
+    assert {type(one) for one in outcomes(2, work)} == {AgreementError}
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -605,3 +605,57 @@ def test_layers_that_differ() -> None:
         layer_of(case, rank, names[rank], max_tokens=12 + rank)
 
     assert all(isinstance(error, AgreementError) for error in outcomes(2, work))
+
+
+@pytest.mark.parametrize("option", [{"exact": False}, {"use_aot": True}, {"weight_dtype": torch.float16}])
+def test_layers_of_other_settings(option: dict[str, Any]) -> None:
+    """Settings that change which calls a layer makes, or what it returns, are compared when it is made."""
+    names = commdsl.threads(2)
+    case = Case.drawn("any", 2, 4, 2, 8, torch.float32)
+
+    def work(rank: int) -> None:
+        layer_of(case, rank, names[rank], **(option if rank else {}))
+
+    found = outcomes(2, work)
+
+    assert {type(one) for one in found} == {AgreementError}
+    assert all(next(iter(option)) in str(one) for one in found)
+
+
+def _calls(case: Case, layer: Any, rank: int) -> dict[str, Callable[[], Any]]:
+    """Calls of which the two ranks make different ones, by the argument that differs."""
+    x, chosen, weight = case.x[rank], case.chosen[rank], case.weight[rank]
+    indices = case.scatter_indices()
+
+    def combined(change: Callable[[Any], Any]) -> None:
+        rows, _, desc = layer.dispatch(x, chosen)
+        layer.combine(change(rows), desc)
+
+    def weighed() -> None:
+        _, _, desc = layer.dispatch(x, chosen)
+        rows = torch.zeros(desc.known.exchange.limits.received, HIDDEN)
+        ep.combine(desc.known.exchange, rows, desc.known.handle, weight if rank else None)
+
+    return {
+        "weights": lambda: layer.dispatch(x, chosen, weight if rank else None),
+        "scatter indices": lambda: layer.dispatch(x, chosen, weight, indices if rank else None),
+        "float16": lambda: combined(lambda rows: rows.half() if rank else rows.bfloat16()),
+        "with weights": weighed,
+    }
+
+
+@pytest.mark.parametrize("name", ["weights", "scatter indices", "float16", "with weights"])
+def test_calls_that_differ(name: str) -> None:
+    """Ranks that pass other arguments all raise, and each error names both sides."""
+    names = commdsl.threads(2)
+    case = Case.drawn("any", 2, 4, 2, 8, torch.float32, 1)
+
+    def work(rank: int) -> None:
+        layer = layer_of(case, rank, names[rank])
+        _calls(case, layer, rank)[name]()
+        layer.a2a_ctx.exchange.synchronize()
+
+    found = outcomes(2, work)
+
+    assert {type(one) for one in found} == {AgreementError}
+    assert all(name in str(one) for one in found), found

@@ -44,6 +44,7 @@ class DispatchCombineContext:
         tune: Mapping[str, int | str] | None = None,
         kernels: Kernels | None = None,
         timeout: Patience = None,
+        terms: Mapping[str, object] | None = None,
     ) -> DispatchCombineContext:
         """Collective: symmetric memory on every rank of `group`, with room for max_tokens * topk * `capacity` rows to
         come to a rank in a call, but for no more than ever come. The rest as for `Exchange`. Raises DispatchError
@@ -65,7 +66,9 @@ class DispatchCombineContext:
             "gradients": gradients,
             "results": results,
         }
+        dtypes = {"token_dtype": ep_config.token_dtype, "weight_dtype": ep_config.weight_dtype}
         made |= {"check": check, "tune": tune, "kernels": kernels, "timeout": timeout}
+        made["terms"] = {**dtypes, **(terms or {})}
         return cls(ep_config, rows, name, made)
 
     @property

@@ -24,7 +24,7 @@ from commdsl.runtime.registry import registry
 
 Tensor: TypeAlias = torch.Tensor
 
-THERE = "ep_dispatch(Tensor[] rows, Tensor keys, Tensor? values, str exchange) -> Tensor[]"
+THERE = "ep_dispatch(Tensor[] rows, Tensor keys, Tensor? values, str exchange, str about) -> Tensor[]"
 AGAIN = "ep_dispatch_again(Tensor rows, Tensor keys, Tensor[] handle, str exchange) -> Tensor"
 BACK = "ep_combine(Tensor rows, Tensor keys, Tensor[] handle, Tensor? weights, str exchange) -> Tensor"
 WIDE = "ep_dequantise(Tensor x, Tensor rows, Tensor scales, Tensor keys, Tensor[] handle, str exchange) -> Tensor"
@@ -49,12 +49,18 @@ class Dispatched:
 
 
 def dispatch(
-    exchange: Exchange, x: Tensor | tuple[Tensor, ...], expert: Tensor, weight: Tensor | None = None
+    exchange: Exchange,
+    x: Tensor | tuple[Tensor, ...],
+    expert: Tensor,
+    weight: Tensor | None = None,
+    *,
+    about: str = "",
 ) -> Dispatched:
     """Tokens to the ranks of their experts, a row for each choice, sorted by (expert, source rank, token).
 
     x: (T, ...), contiguous, any dtype, T up to `limits.rows`; or a tuple of such, of which the first has a gradient.
-    expert: (T, K) int32, 0 ..< E; E drops. weight: (T, K) float32, which arrive beside their rows. The gradient of x is
+    expert: (T, K) int32, 0 ..< E; E drops. weight: (T, K) float32, which arrive beside their rows; all ranks give
+    weights, or none does. about: further settings that ranks must agree on, in words (C964). The gradient of x is
     `combine` of that of the rows, and the gradient of weight that of the weights, each back at its choice. In float8
     tokens have none here, but in what `dequantise` makes of rows. Raises TensorError (C951), DispatchError (C961),
     GradientError (C958).
@@ -68,7 +74,7 @@ def dispatch(
             raise GradientError(
                 f"tokens of {tensor.dtype} have no gradient, nor has more than the first tensor: detach them"
             )
-    made = torch.ops.commdsl.ep_dispatch(list(tensors), expert, weight, exchange.name)
+    made = torch.ops.commdsl.ep_dispatch(list(tensors), expert, weight, exchange.name, about)
     rows, handle = paired(tuple(made[: -len(HANDLE)]), exchange.stretches), _handle(expert, made[-len(HANDLE) :])
     found = rows if isinstance(x, tuple) else rows[0]
     return Dispatched(found, None if weight is None else handle.values, handle.counts, handle.offsets, handle)
@@ -150,8 +156,9 @@ def _plain(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(tensor.detach() for tensor in tensors)
 
 
-def _there(rows: Sequence[Tensor], keys: Tensor, values: Tensor | None, exchange: str) -> list[Tensor]:
-    found = known(exchange).dispatch(_plain(rows), keys, None if values is None else values.detach())
+def _there(rows: Sequence[Tensor], keys: Tensor, values: Tensor | None, exchange: str, about: str) -> list[Tensor]:
+    given = None if values is None else values.detach()
+    found = known(exchange).dispatch(_plain(rows), keys, given, about=about)
     return [*flat(found.rows), *_tensors(found.handle)]
 
 
@@ -175,7 +182,7 @@ def _wide(x: Tensor, rows: Tensor, scales: Tensor, keys: Tensor, handle: Sequenc
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
-def _fake_there(rows: Sequence[Tensor], keys: Tensor, values: Tensor | None, exchange: str) -> list[Tensor]:
+def _fake_there(rows: Sequence[Tensor], keys: Tensor, values: Tensor | None, exchange: str, about: str) -> list[Tensor]:
     found = known(exchange)
     received = found.limits.received
     return [
@@ -211,7 +218,7 @@ def _fake_wide(
 
 
 def _keep_there(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    rows, keys, values, ctx.exchange = inputs
+    rows, keys, values, ctx.exchange, _ = inputs
     ctx.num_rows, ctx.has_values = len(rows), values is not None
     ctx.like = (output[0].shape, output[0].dtype, rows[0].requires_grad)
     ctx.save_for_backward(keys, *output[-len(HANDLE) :])
@@ -231,7 +238,7 @@ def _there_back(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]
     if ctx.has_values and ctx.needs_input_grad[2]:
         given = keys.new_zeros(shape[:1], dtype=torch.float32) if values is None else values.contiguous()
         of_values = torch.ops.commdsl.ep_combine_values(given, keys, handle, ctx.exchange)
-    return [of_rows, *(None for _ in range(1, ctx.num_rows))], None, of_values, None
+    return [of_rows, *(None for _ in range(1, ctx.num_rows))], None, of_values, None, None
 
 
 def _keep_wide(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

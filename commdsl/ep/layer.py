@@ -102,6 +102,7 @@ class EPAll2AllLayer(torch.nn.Module):
             tune={"sms": num_sm, **(tune or {})},
             kernels=kernels,
             timeout=timeout,
+            terms={"exact": exact, "use_aot": use_aot},
         )
         self._group = self.a2a_ctx.group
         self._node = None if self.ep_config.is_intra_node else _group_of_node(self._group, self.ep_config)
@@ -138,7 +139,9 @@ class EPAll2AllLayer(torch.nn.Module):
         if self.exact and context.capacity < config.most_received:
             read = self._read(told)  # before anything is sent, and not again
         exchange = context.exchange
-        there = functional.dispatch(exchange, input, exp_indices, None if weight is None else weight.float())
+        about = "" if full_scatter_indices is None else "in the order of scatter indices"
+        sent = None if weight is None else weight.float()
+        there = functional.dispatch(exchange, input, exp_indices, sent, about=about)
         places, order = there.handle.places, None
         if full_scatter_indices is not None:
             places, order = self._scattered(full_scatter_indices, told, there, exp_indices)

@@ -128,10 +128,10 @@ def seconds(timeout: Any) -> float | None:
     raise ArgumentError(f"a timeout is a positive number of seconds, or a timedelta, not {timeout!r}")
 
 
-def asked(op: Reduction, timeout: Patience, lengths: Sequence[Any] | None) -> Asked:
+def asked(op: Reduction, timeout: Patience, lengths: Sequence[Any] | None, about: str = "") -> Asked:
     """What a caller wrote of it; whether there is such a reduction is looked at where a call is first made."""
     found = None if timeout is None else seconds(timeout)
-    return Asked(op, found, None if lengths is None else tuple(lengths))
+    return Asked(op, found, None if lengths is None else tuple(lengths), about)
 
 
 # --- what `load` is given ---------------------------------------------------------------------------------------------
