@@ -140,7 +140,7 @@ class Exchange:
         return self.experts.combine_values(values, handle)
 
     def coming(self, *like: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Where the rows of the next call, like these, and their values come to lie, whoever holds on to them."""
+        """As of Experts: where the rows of the next call, like these, and their values will be written."""
         rows, values = self.experts.coming(*like)
         assert values is not None
         return rows, values
@@ -181,6 +181,11 @@ class Exchange:
     def is_idle(self) -> bool:
         """Whether nothing that was received is held in symmetric memory any more."""
         return self.experts.is_idle
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the symmetric memory was released, so that no call can be made any more."""
+        return self.experts.is_released
 
     def synchronize(self) -> None:
         """Waits for this rank's calls and raises what went wrong in them."""

@@ -326,6 +326,11 @@ class Experts:
         return self._comm.rank
 
     @property
+    def is_released(self) -> bool:
+        """Whether the symmetric memory was released, so that no call can be made any more."""
+        return self._there.launches.is_closed
+
+    @property
     def has_room(self) -> bool:
         """Whether there is memory for what one more call there receives."""
         return self._there.pool.has_room(goes=True)
@@ -341,10 +346,12 @@ class Experts:
         return self._there.pool.is_idle and (self._again is None or self._again.pool.is_idle)
 
     def coming(self, *like: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """Where the next call's rows, like these, come to lie, and the values beside them. To hold them holds nothing
-        back: the call writes there.
+        """Tensors over the memory that the next call's rows, like these, and their values will be written to, also
+        while these are held. They keep the memory allocated. Raises DispatchError (C961) after a release.
         """
         there = self._there
+        if self.is_released:
+            raise DispatchError(f"`{self.plan.name}` was released: there is no memory for another call")
         found = there.coming(like)
         values = None if there.push.value is None else found[there.push.value.name]
         return tuple(found[str(number)] for number in range(len(like))), values

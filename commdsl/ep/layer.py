@@ -188,6 +188,7 @@ class EPAll2AllLayer(torch.nn.Module):
     def _judge(self, x: Tensor, experts: Tensor, weight: Tensor | None, scatter: Tensor | None) -> None:
         """What the Exchange does not know of: the layer's own numbers."""
         config, device = self.ep_config, self.a2a_ctx.exchange.device
+        self.a2a_ctx.refuse_released()
         if self.exact:
             self.a2a_ctx.exchange.refuse_capture("make the layer with exact=False")
         whole("tokens", x, device, config.token_dtype, len(experts))

@@ -150,7 +150,7 @@ class WayThere:
         keys = torch.empty((0, self._known.limits.keys), dtype=torch.int32, device=like[0].device)
         names, like = [rows.name for rows in self.push.to[len(self.push.rows) :]], self._arriving(like)
         arriving = (*like, *(self._like(name, keys) for name in names))
-        found = self.pool.look(results_of(self._counts(arriving), arriving), arriving, goes=True)
+        found = self.pool.lend(results_of(self._counts(arriving), arriving), arriving, goes=True)
         return dict(zip((*map(str, range(len(like))), *names), found, strict=True))
 
     def _counts(self, arriving: Tensors) -> list[int]:
