@@ -295,6 +295,26 @@ def test_no_plan() -> None:
     in_group(2, work)
 
 
+def test_float64() -> None:
+    """Without gradients float64 is attended to as in one place; with them it is refused before anything is sent, not in
+    the backward pass.
+    """
+
+    def work(rank: int, group: str) -> float:
+        route, sender = routed(group, LENGTHS), sender_of(group, 720, torch.float64)
+        tensors = drawn(route.rows, rank, torch.float64)
+        tensors = [one.detach() for one in tensors]
+        near = differ([sender.attend(*tensors, route)], [whole(LENGTHS[rank], *tensors)])
+        wanted = [one.requires_grad_() for one in tensors]
+        for _ in range(2):
+            with pytest.raises(TensorError, match=r"float64 rows have no gradient.*torch.no_grad"):
+                sender.attend(*wanted, route)
+        with torch.no_grad():
+            return max(near, differ([sender.attend(*wanted, route)], [whole(LENGTHS[rank], *tensors)]))
+
+    assert max(in_group(3, work)) < 1e-12
+
+
 def test_no_attention() -> None:
     """A Route without a layout of attention, tensors of other shapes, a Metadata in place of a Route."""
 

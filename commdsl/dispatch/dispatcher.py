@@ -158,6 +158,7 @@ class Dispatcher(Launcher):
             found = Repeat(asked, tensors[0].device, there, back, self.call(tensors, counts, way, about))
             route.repeats[name] = found
         if torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in tensors]:
+            self.judge_gradients(tensors, way)
             apply: Any = _Moved.apply  # torch does not type it
             return tuple(apply(self, found, way, *tensors))
         return tuple(self.again(found.call, tensors, found.there, way))
@@ -174,6 +175,8 @@ class Dispatcher(Launcher):
         others = len(tensors) - 1
         for tensor, least, room in zip(tensors, _each(expected, others), _each(most, others), strict=True):
             _check(tensor, least, room if padded else None, self.device)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            self.judge_gradients(tensors, way)
         return there, back, _each(rows, others)
 
 

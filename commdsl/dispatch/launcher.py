@@ -261,6 +261,19 @@ class Launcher:
         rows = " and ".join(f"{tuple(tensor.shape[1:])} {element_name(tensor.dtype)}" for tensor in inputs)
         return self._launches.digest(f"of rows of {rows}{f', summed in {summed}' if summed else ''}{listed(about)}")
 
+    def judge_gradients(self, tensors: Sequence[torch.Tensor], way: Way) -> None:
+        """Raises TensorError (C951) for tensors whose gradients cannot be summed on their way back."""
+        if not way.goes:
+            return
+        kinds = {one.dtype for one, copied in zip(tensors, self._copied, strict=False) if copied}
+        if self.limits.copies > 1 and not (len(kinds) < 2 and kinds <= SUMMED.keys()):
+            found = " and ".join(sorted(map(element_name, kinds)))
+            raise TensorError(
+                f"copies of {found} rows have no gradient: gradients are summed in one of {', '.join(SUMMED.values())}, "
+                "in the same for all tensors. Cast q, k and v, as in k.float(), detach them, or call under "
+                "torch.no_grad()"
+            )
+
     def _judge_back(self, num_tensors: int) -> None:
         for name in names_of(self.plan)[:num_tensors]:
             if name not in self._returning:
