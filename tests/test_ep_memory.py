@@ -1,5 +1,5 @@
-"""Memory of expert parallelism that a caller still holds: after growth, release or the end of a group it is readable and
-writable, or asking for it is refused.
+"""Memory of expert parallelism that a caller still holds: after growth, release or the end of a group it can be read
+and written, or asking for it is refused.
 
 Assumes that a crash ends only the process of the case: each runs in its own. Does not look at what calls compute.
 """
@@ -30,7 +30,8 @@ def work(rank, ranks, group):
     held = [context.dispatch_output_buf, context.weight_recv_buf, context.dispatch_output_buf[1:]]
     held += [*exchange.coming(torch.empty(0, 1024))[0], exchange.coming(torch.empty(0, 1024))[1]]
     held += context.reallocate_dispatch_output_buf(1)
-    rows, weights, desc = layer.dispatch(torch.ones(1, 1024), torch.tensor([[0, 3]], dtype=torch.int32), torch.ones(1, 2))
+    chosen = torch.tensor([[0, 3]], dtype=torch.int32)
+    rows, weights, desc = layer.dispatch(torch.ones(1, 1024), chosen, torch.ones(1, 2))
     held += [rows, weights, desc.topk_indices_tensor, desc.skipped_token_topk_mapping_indices]
     route = dispatch.plan([[40]] * ranks, group=group, device="cpu")
     sender = dispatch.Dispatcher.for_tokens(64, 2, 2, 8, torch.float32, group, "cpu")

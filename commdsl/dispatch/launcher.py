@@ -269,9 +269,8 @@ class Launcher:
         if self.limits.copies > 1 and not (len(kinds) < 2 and kinds <= SUMMED.keys()):
             found = " and ".join(sorted(map(element_name, kinds)))
             raise TensorError(
-                f"copies of {found} rows have no gradient: gradients are summed in one of {', '.join(SUMMED.values())}, "
-                "in the same for all tensors. Cast q, k and v, as in k.float(), detach them, or call under "
-                "torch.no_grad()"
+                f"copies of {found} rows have no gradient: it is summed in one of {', '.join(SUMMED.values())}, in the "
+                "same for all tensors. Cast q, k and v, as in k.float(), detach them, or call under torch.no_grad()"
             )
 
     def _judge_back(self, num_tensors: int) -> None:

@@ -78,8 +78,8 @@ class DispatchCombineContext:
 
     @property
     def dispatch_output_buf(self) -> torch.Tensor:
-        """(capacity, hidden): where the rows of the next call come to lie, in symmetric memory, which stays allocated as
-        long as this tensor is held. Raises DispatchError (C961) after `finalize`.
+        """(capacity, hidden): where the rows of the next call come to lie, in symmetric memory, which stays allocated
+        while this tensor is held. Raises DispatchError (C961) after `finalize`.
         """
         return self._coming[0]
 

@@ -73,6 +73,13 @@ def tensor(name: str, value: Any) -> None:
         raise TensorError(f"`{name}` takes a dense tensor, got one that is {kind}: pass x.to_dense() or its parts")
 
 
+def argument(name: str, value: Any) -> None:
+    """Refuses an argument that is no dense tensor, by its name."""
+    if not isinstance(value, torch.Tensor):
+        raise TensorError(f"`{name}` is a torch tensor, not `{_kind(value)}`: {_instead(value)}")
+    tensor(name, value)
+
+
 def _count(number: int) -> str:
     return f"{number} tensor" if number == 1 else f"{number} tensors"
 
