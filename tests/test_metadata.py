@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 from commdsl import dispatch  # noqa: E402 - after the check for torch
 from commdsl.dispatch import Metadata, MetadataError  # noqa: E402 - after the check for torch
 from commdsl.ir.routes import Mask  # noqa: E402 - after the check for torch
+from commdsl.machine.errors import ArgumentError  # noqa: E402 - after the check for torch
 
 ROOT = Path(__file__).parent.parent
 
@@ -464,3 +465,13 @@ def test_conservation() -> None:
     assert sum(made.fwd_k.num_total_recv_tokens) == int((made.fwd_k.seq_len * copies).sum())
     assert sum(made.rev_k.num_total_recv_tokens) == sum(made.fwd_k.num_total_recv_tokens)
     assert sum(made.fwd_q.num_total_recv_tokens) == int(made.fwd_q.seq_len.sum())
+
+
+@pytest.mark.parametrize("rank", ["1", 1.5, None, True, [0]])
+def test_a_slice_of_no_number(rank: object) -> None:
+    """What is no whole number names no rank: a TypeError, in the caller's terms."""
+    made = dispatch.create_qkv_dispatch(2, 64, 2, 2)
+    for whole in (made.fwd_q, made.attention):
+        with pytest.raises(ArgumentError, match="`rank` is a whole number, not"):
+            whole.get_slice(rank)
+        assert issubclass(ArgumentError, TypeError)

@@ -1,6 +1,7 @@
 """Turns the scatter indices of all ranks into nothing, or into an error that names the first that is wrong.
 
-Assumes indices in the form that the layer takes. Collective, and reads on the host: it is for `check=True` alone.
+Assumes indices in the form that the layer takes. Collective, and reads on the host: it is for `check=True` alone. Does
+not put rows in their order; the layer does.
 """
 
 from __future__ import annotations
