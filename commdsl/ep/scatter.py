@@ -1,7 +1,7 @@
 """Turns the scatter indices of all ranks into nothing, or into an error that names the first that is wrong.
 
-Assumes indices in the form that the layer takes. Collective, and reads on the host: it is for `check=True` alone. Does
-not put rows in their order; the layer does.
+Assumes indices in the form that the layer takes. Does not put rows in their order; the layer does. It is collective,
+and reads on the host: for `check=True` alone.
 """
 
 from __future__ import annotations
