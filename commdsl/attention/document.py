@@ -16,6 +16,7 @@ from commdsl.attention import arguments, circling
 from commdsl.attention.hamilton import Looping
 from commdsl.attention.peers import Place
 from commdsl.runtime import given
+from commdsl.runtime.errors import TensorError
 from commdsl.runtime.timing import CallTimes, Timing
 
 Tensor: TypeAlias = torch.Tensor
@@ -34,12 +35,25 @@ def _update_out_and_lse(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: 
     (B, S, H, 1), as ring-flash-attention keeps it; it comes back as it was. No exponential of a large number is taken.
     A row that has seen no key, of log-sum-exp -inf, is the other block's; of two such rows one remains.
     """
+    for name, one in (("out", out), ("lse", lse), ("block_out", block_out), ("block_lse", block_lse)):
+        given.argument(name, one)
+    kept = (*out.shape[:3], 1) if lse.ndim == 4 else (*block_lse.shape,)
+    if out.ndim != 4 or out.shape != block_out.shape or (*lse.shape,) != kept or _turned(out) != (*block_lse.shape,):
+        raise TensorError(
+            f"`out` and `block_out` are (B, S, H, D), `block_lse` (B, H, S), `lse` that or (B, S, H, 1), not "
+            f"{(*out.shape,)}, {(*block_out.shape,)}, {(*block_lse.shape,)} and {(*lse.shape,)}"
+        )
     is_kept = lse.ndim == 4
     old, new = lse.float(), block_lse.float()
     new = new.transpose(-2, -1).unsqueeze(-1) if is_kept else new
     weight = torch.where(new == -torch.inf, 0.0, torch.sigmoid(new - old))
     along = weight if is_kept else weight.transpose(-2, -1).unsqueeze(-1)
     return torch.lerp(out.float(), block_out.float(), along), torch.logaddexp(old, new)
+
+
+def _turned(out: Tensor) -> tuple[int, ...]:
+    """(B, H, S) of (B, S, H, D)."""
+    return out.shape[0], out.shape[2], out.shape[1]
 
 
 # --- rings ------------------------------------------------------------------------------------------------------------

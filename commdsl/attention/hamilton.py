@@ -154,6 +154,10 @@ def circles_of_nodes(intra_out: Looping, inter_out: Sequence[Sequence[int]]) -> 
 def _checked(looping: Looping, closed: bool = True) -> Table:
     """The rows as a table, once each has every rank once and no arc is in two. Raises ArgumentError."""
     what = "cycle" if closed else "path"
+    if not isinstance(looping, Sequence | np.ndarray) or not all(
+        isinstance(row, Sequence | np.ndarray) for row in looping
+    ):
+        raise ArgumentError(f"expected a list of {what}s, each a list of ranks, got {given.shown(looping)}")
     if not len(looping) or len({len(row) for row in looping}) != 1:
         raise ArgumentError(f"expected a list of {what}s, each a list of as many ranks")
     table = np.array(looping)

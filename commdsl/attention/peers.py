@@ -139,6 +139,9 @@ class A2AComm(Comm):
         sends is as large as what is received of it. Blocks travel as large as the largest tensor of a rank, which is
         the same for all: ranks where it differs are told so (C964). Raises TensorError.
         """
+        for name, one in (("send_tensors", send_tensors), ("recv_tensors", recv_tensors)):
+            if not isinstance(one, list | tuple):
+                raise TensorError(f"`{name}` is a list of a tensor for each rank, not {given.shown(one)}")
         tensors = (*send_tensors, *recv_tensors)
         for tensor in tensors:
             given.tensor("all_to_all", tensor)

@@ -138,13 +138,17 @@ class Launcher:
         before. q, k, v: as for `dispatch_qkv`, or without rows, or on torch's meta device: what counts is the bytes of
         a row, and the dtype. Raises DispatchError (C961), and in a capture CaptureError (C955).
         """
+        given.argument("q", q)
         tensors, route = tuple(tensor for tensor in (q, k, v) if tensor is not None), checked(route)
+        for name, tensor in (("k", k), ("v", v)):
+            if tensor is not None:
+                given.argument(name, tensor)
         for way in (Way.QUERIES, Way.ALL)[: 1 if k is None else 2]:
-            given = tensors if way.has_keys else (q,)
-            self.tables(route, way, given)
+            sent = tensors if way.has_keys else (q,)
+            self.tables(route, way, sent)
             for one in (way, way.reversed):
                 with suppress(TensorError):  # what cannot be summed can go there all the same
-                    self._start(self._dtype(given, one))
+                    self._start(self._dtype(sent, one))
 
     def admit(self, route: Route, wanted: Form, waiting: Sequence[int]) -> None:
         if not self._launches.is_closed:

@@ -15,6 +15,7 @@ import torch
 from commdsl.dispatch.errors import MetadataError as MetadataError
 from commdsl.machine.errors import ArgumentError
 from commdsl.planner.balance import imbalance
+from commdsl.runtime import given
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -179,9 +180,10 @@ torch.serialization.add_safe_globals(
 
 def _index(rank: Any) -> int:
     """The number of a rank. Raises ArgumentError (C973) for what is no whole number."""
-    if isinstance(rank, bool) or not hasattr(rank, "__index__"):
-        raise ArgumentError(f"`rank` is a whole number, not {rank!r}")
-    return int(rank.__index__())
+    found = None if isinstance(rank, bool) else given.index(rank)
+    if found is None:
+        raise ArgumentError(f"`rank` is a whole number, not {given.shown(rank)}")
+    return found
 
 
 def _signed(value: Any) -> Any:

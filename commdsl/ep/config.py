@@ -12,6 +12,7 @@ import torch
 from commdsl.ep.limits import MOST_KEYS_A_ROW, Limits
 from commdsl.ep.way_back import SUMMED
 from commdsl.runtime.errors import DispatchError, TensorError
+from commdsl.runtime.given import shown
 
 WEIGHTS = (torch.float32, torch.float16, torch.bfloat16)
 """What routing weights may be in: they travel in float32, which holds each of these exactly."""
@@ -41,6 +42,8 @@ class EPConfig:
                 raise DispatchError(f"`{name}` is a whole number from 1 on, not {value!r}")
         if self.topk > MOST_KEYS_A_ROW:
             raise DispatchError(f"a token has at most {MOST_KEYS_A_ROW} experts, got `topk` {self.topk}")
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int):
+            raise DispatchError(f"`rank` is a whole number, not {shown(self.rank)}")
         if not 0 <= self.rank < self.world_size:
             raise DispatchError(f"rank {self.rank} is none of {self.world_size} ranks")
         for name, of in (("num_experts", self.num_experts), ("world_size", self.world_size)):

@@ -16,7 +16,7 @@ import torch
 from commdsl.ep.experts import Experts, Handle, Received
 from commdsl.ep.float8 import Quantised, flat, paired
 from commdsl.ep.limits import Limits
-from commdsl.runtime import groups
+from commdsl.runtime import given, groups
 from commdsl.runtime.errors import CaptureError, DispatchError
 from commdsl.runtime.given import Patience
 from commdsl.runtime.load import Kernels
@@ -112,6 +112,7 @@ class Exchange:
         """Each row to the ranks of its keys, with the value of each key, zero where none is given; values of places
         that have no row are zero. All ranks give values, or none does. `about`: as of `Experts.dispatch`.
         """
+        given.argument("keys", keys)
         sent = torch.zeros(keys.shape, device=self.device) if values is None else values
         found = self.experts.dispatch(rows, keys, sent, about=_weighted(values, about))
         if not (self.experts.has_room or self.experts.is_capturing):
@@ -130,6 +131,8 @@ class Exchange:
         the call there, keys), or with `local_combine` one for each of the rows that go back. All ranks give weights, or
         none does.
         """
+        given.argument("rows", rows)
+        given.instance("handle", handle, Handle)
         about = _weighted(weights, "")
         if weights is None:
             weights = torch.ones(len(rows) if self.local_combine else handle.keys.shape, device=rows.device)

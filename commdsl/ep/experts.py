@@ -29,8 +29,7 @@ from commdsl.runtime.program import routed_program
 from commdsl.runtime.tensors import element_name
 from commdsl.runtime.workspace import listed
 
-MOST_DIGESTS = 256
-"""Kinds of call whose digests are kept."""
+MOST_DIGESTS = 256  # kinds of call that are kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,6 +205,7 @@ class Experts:
 
     def _dispatch_again(self, rows: torch.Tensor, handle: Handle) -> Call[torch.Tensor]:
         again = self._again
+        given.instance("handle", handle, Handle)
         self.limits.admit_again(rows, handle.keys)
         if again is None:
             raise DispatchError(f"`{self.plan.name}` has no way there again")
@@ -241,6 +241,7 @@ class Experts:
         self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None, about: str = ""
     ) -> Call[torch.Tensor]:
         back = self._back
+        given.instance("handle", handle, Handle)
         if back is None:
             raise DispatchError(f"`{self.plan.name}` has no way back: write `back y by sum(weight[T, K])`")
         weighs = back.weighs_here or back.push.weights is not None
@@ -276,6 +277,7 @@ class Experts:
         return Pending(self._combine_values(values, handle), self._go_on)
 
     def _combine_values(self, values: torch.Tensor, handle: Handle) -> Call[torch.Tensor]:
+        given.instance("handle", handle, Handle)
         way, keys = self._values, handle.keys
         if way is None:
             raise DispatchError(f"`{self.plan.name}` has no way back: write `back y by sum(weight[T, K])`")
@@ -369,6 +371,8 @@ class Experts:
         return self.is_capturing
 
     def _ready(self, launches: Launches, *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            given.argument("rows", tensor)
         is_captured = self._go_on()
         if not launches.is_closed:
             finish_lost(launches, is_captured)

@@ -18,6 +18,7 @@ from commdsl.ep.exchange import ENTRY, PADDING, Exchange, known
 from commdsl.ep.experts import Handle
 from commdsl.ep.float8 import Quantised, arriving, dequantised, flat, paired
 from commdsl.ep.way_back import SUMMED
+from commdsl.runtime import given
 from commdsl.runtime.errors import GradientError
 from commdsl.runtime.operators import define
 from commdsl.runtime.registry import registry
@@ -66,6 +67,10 @@ def dispatch(
     GradientError (C958).
     """
     tensors = x if isinstance(x, tuple) else (x,)
+    given.instance("exchange", exchange, Exchange)
+    for name, one in (("x", tensors), ("expert", (expert,)), ("weight", () if weight is None else (weight,))):
+        for tensor in one:
+            given.argument(name, tensor)
     library()
     for number, tensor in enumerate(tensors):
         if exchange.float8 and tensor.requires_grad and torch.is_grad_enabled():
@@ -85,6 +90,9 @@ def dequantise(exchange: Exchange, x: Tensor, there: Dispatched) -> Tensor:
     went there. The gradient of x is `combine` of that of the result: it goes straight through the rounding to float8,
     as if that were none. Raises GradientError (C958) for an Exchange without float8.
     """
+    given.instance("exchange", exchange, Exchange)
+    given.argument("x", x)
+    given.instance("there", there, Dispatched)
     first = there.rows[0] if isinstance(there.rows, tuple) and not isinstance(there.rows, Quantised) else there.rows
     if not isinstance(first, Quantised):
         raise GradientError("these rows did not travel in float8: they have a gradient as they are")
@@ -103,6 +111,11 @@ def combine(exchange: Exchange, rows: Tensor, handle: Handle, weight: Tensor | N
     that came beside them. The gradient of rows is `dispatch` of that of the result, times the weight; that of weight
     the product of that and the row. Raises as `dispatch`.
     """
+    given.instance("exchange", exchange, Exchange)
+    given.argument("rows", rows)
+    given.instance("handle", handle, Handle)
+    if weight is not None:
+        given.argument("weight", weight)
     library()
     needs = rows.requires_grad or (weight is not None and weight.requires_grad)
     if needs and torch.is_grad_enabled() and not exchange.limits.width_again:
@@ -157,8 +170,8 @@ def _plain(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _there(rows: Sequence[Tensor], keys: Tensor, values: Tensor | None, exchange: str, about: str) -> list[Tensor]:
-    given = None if values is None else values.detach()
-    found = known(exchange).dispatch(_plain(rows), keys, given, about=about)
+    sent = None if values is None else values.detach()
+    found = known(exchange).dispatch(_plain(rows), keys, sent, about=about)
     return [*flat(found.rows), *_tensors(found.handle)]
 
 
@@ -167,8 +180,8 @@ def _again(rows: Tensor, keys: Tensor, handle: Sequence[Tensor], exchange: str) 
 
 
 def _back(rows: Tensor, keys: Tensor, handle: Sequence[Tensor], weights: Tensor | None, exchange: str) -> Tensor:
-    given = None if weights is None else weights.detach()
-    return known(exchange).combine(rows.detach(), _handle(keys, handle), given)
+    sent = None if weights is None else weights.detach()
+    return known(exchange).combine(rows.detach(), _handle(keys, handle), sent)
 
 
 def _values(values: Tensor, keys: Tensor, handle: Sequence[Tensor], exchange: str) -> Tensor:
@@ -233,11 +246,11 @@ def _there_back(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]
     shape, dtype, needs_rows = ctx.like
     of_rows, of_values = None, None
     if needs_rows:
-        given = keys.new_zeros(shape, dtype=dtype) if first is None else first.contiguous()
-        of_rows = torch.ops.commdsl.ep_combine(given, keys, handle, None, ctx.exchange)
+        slopes = keys.new_zeros(shape, dtype=dtype) if first is None else first.contiguous()
+        of_rows = torch.ops.commdsl.ep_combine(slopes, keys, handle, None, ctx.exchange)
     if ctx.has_values and ctx.needs_input_grad[2]:
-        given = keys.new_zeros(shape[:1], dtype=torch.float32) if values is None else values.contiguous()
-        of_values = torch.ops.commdsl.ep_combine_values(given, keys, handle, ctx.exchange)
+        slopes = keys.new_zeros(shape[:1], dtype=torch.float32) if values is None else values.contiguous()
+        of_values = torch.ops.commdsl.ep_combine_values(slopes, keys, handle, ctx.exchange)
     return [of_rows, *(None for _ in range(1, ctx.num_rows))], None, of_values, None, None
 
 

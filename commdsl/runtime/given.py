@@ -5,6 +5,7 @@ Assumes nothing of what is given. Does not look into a tensor that an op may tak
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from difflib import get_close_matches
@@ -160,9 +161,29 @@ def both(**values: Sequence[Any] | None) -> tuple[Sequence[Any], ...] | None:
 
 def whole(name: str, value: Any, least: int) -> int:
     """A whole number, also one of numpy's."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < least:
-        raise ArgumentError(f"`{name}` is a whole number from {least} on, not {value!r}")
-    return int(value.__index__())
+    found = None if isinstance(value, bool) else index(value)
+    if found is None or found < least:
+        raise ArgumentError(f"`{name}` is a whole number from {least} on, not {shown(value)}")
+    return found
+
+
+def index(value: Any) -> int | None:
+    """The whole number that a value is, None where it is none: an array or a tensor of several is none either."""
+    try:
+        return operator.index(value)
+    except (TypeError, RuntimeError, NotImplementedError):
+        return None
+
+
+def shown(value: Any) -> str:
+    """A value in an error: its repr, of a tensor or an array its type alone."""
+    return f"`{_kind(value)}`" if hasattr(value, "shape") else f"{value!r:.80}"
+
+
+def instance(name: str, value: Any, kind: type) -> None:
+    """Refuses an argument that is no object of a class."""
+    if not isinstance(value, kind):
+        raise ArgumentError(f"`{name}` is of class {kind.__name__}, not `{_kind(value)}`")
 
 
 def texts(files: Mapping[Any, Any]) -> Texts:
