@@ -141,7 +141,13 @@ def choice(
     "cpu"; `nodes`: by rank the number of its node, all on one unless said. `on`: a topology, shipped or in a file, in
     place of both. Raises ArgumentError, CommError.
     """
-    lengths = (length,) if isinstance(length, int) else tuple(length)
+    asked = (length,) if isinstance(length, int) else length
+    if not isinstance(asked, list | tuple) or not all(isinstance(one, int) and one >= 0 for one in asked):
+        raise ArgumentError(f"`length` is a number of tokens, or one for each document, not {length!r:.60}")
+    for name, value in (("ranks", ranks), ("heads", heads), ("head_dim", head_dim)):
+        if not isinstance(value, int) or value < 1:
+            raise ArgumentError(f"`{name}` is a whole number from 1 on, not {value!r:.60}")
+    lengths = tuple(asked)
     lengths = coarse(lengths) if isinstance(placement, str) else lengths
     left, right = window if window is not None else (None, None)
     mask = Mask(left, 0 if causal else right)

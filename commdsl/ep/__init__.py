@@ -14,6 +14,7 @@ Importing this imports nothing else; each name below loads what it needs when it
     functional operators with gradients, for autograd and torch.compile
     layer      EPAll2AllLayer, on these
     engines    the forms of vLLM's and SGLang's dispatchers
+    scatter    scatter indices of all ranks -> the first that is wrong
     config, context, layout  what it is made of: its numbers, its memory, its descriptors
 """
 

@@ -83,6 +83,7 @@ class Alone:
         async_op: bool = False,
         timeout: Patience = None,
         lengths: Sequence[int] | None = None,
+        about: str = "",
     ) -> Result | Work:
         if lengths is not None and {*lengths} != {*x.shape[:1]}:
             raise TensorError(f"of one rank the only length is that of its tensor, {[*x.shape[:1]]}, not {[*lengths]}")
@@ -140,9 +141,10 @@ def run(
     timeout: Patience = None,
     wire: str | None = None,
     lengths: Sequence[int] | None = None,
+    about: str = "",
 ) -> Any:
     """One call; `nbytes` is the larger side. `wire`: the element type that values travel in, their own unless said.
-    `lengths`: of blocks that have lengths of their own, as for an op.
+    `lengths`: of blocks that have lengths of their own, and `about`, as for an op.
     """
     if wire is not None:
         chosen = compressed(collective, wire, size(group))
@@ -151,7 +153,7 @@ def run(
     else:
         chosen = of_group(collective, group, x.device, root).op(nbytes)
     try:
-        return chosen(x, group=group, op=op, async_op=async_op, timeout=timeout, lengths=lengths)
+        return chosen(x, group=group, op=op, async_op=async_op, timeout=timeout, lengths=lengths, about=about)
     except CaptureError as error:
         if lengths is not None:
             what = f"`{collective}` of unequal blocks runs `{chosen.name}`, which is not set up"

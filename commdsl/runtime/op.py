@@ -106,6 +106,7 @@ class Op:
         async_op: bool = False,
         timeout: Patience = None,
         lengths: Sequence[int] | None = None,
+        about: str = "",
     ) -> Result | Work:
         """The outputs, new tensors; with `async_op` a Work whose `wait()` returns them. Where float8 is multiplied two
         scales follow the inputs, float32 numbers, of the rows and of the factor.
@@ -114,9 +115,9 @@ class Op:
         one for each rank; or, of pairs of ranks, for each what is sent to it, then for each what comes from it.
 
         `timeout`: how long a wait for another rank may take in this call, in seconds or as a timedelta; the group's
-        unless said. A graph that captures the call keeps the time-out it was captured with.
+        unless said. A captured graph keeps its time-out. `about`: what else all ranks must agree on, in words (C964).
         """
-        asked = given.asked(op, timeout, lengths)
+        asked = given.asked(op, timeout, lengths, about)
         if async_op:
             return self._start(inputs, groups.name_of(group), asked)
         return self._result(inputs, group, asked)
