@@ -76,7 +76,7 @@ def test_beginnings() -> None:
         for is_sequence in (True, False):
             made = {"sequence_parallel": is_sequence, "device": device}
             down = [drawn(RowParallelLinear, 512, 64, group=name, **made) for name in names]
-            assert torch.equal(torch.cat([layer.weight.flatten() for layer, _ in down]), one.weight.flatten())
+            assert torch.equal(torch.cat([layer.weight for layer, _ in down], 1), one.weight)
             assert not torch.cat([layer.bias for layer, _ in down]).any()
             assert len({after for _, after in up}) == len({after for _, after in down}) == 1
     with pytest.raises(commdsl.ArgumentError, match="4 ranks share `out_features` equally: 6"):
