@@ -33,7 +33,7 @@ def watch_optimizers() -> None:
             return
         if optimizer not in seen:
             shard_states(optimizer)
-            seen[optimizer] = watched(()) if from_environment().debug else None
+            seen[optimizer] = Watched() if from_environment().debug else None
         found = seen[optimizer]
         if found is None:
             return

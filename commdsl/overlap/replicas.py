@@ -15,7 +15,7 @@ import torch
 from commdsl.overlap.splits import is_dtensor, split_of
 from commdsl.runtime import groups
 from commdsl.runtime.collectives import all_gather
-from commdsl.runtime.errors import ReplicaError
+from commdsl.runtime.errors import GroupError, ReplicaError
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -83,13 +83,13 @@ def check_values(named: Sequence[tuple[str, Tensor]], group_name: str) -> None:
 class Watched:
     """The parameters of an optimizer, their names, and the groups whose ranks share blocks of the same models."""
 
-    parameters: tuple[Tensor, ...]
-    names: tuple[str, ...]
-    group_names: tuple[str, ...]
+    parameters: tuple[Tensor, ...] = ()
+    names: tuple[str, ...] = ()
+    group_names: tuple[str, ...] = ()
 
     def check_gradients(self) -> None:
-        """Collective, over each of the groups: raise ReplicaError (C976) on all ranks where ranks that have the same
-        values of a parameter, which is not declared sharded over the group, have other gradients of it.
+        """Collective, over each of the groups: raise ReplicaError (C976) on all ranks where gradients differ of a
+        parameter that has the same values on all ranks and is not declared sharded.
         """
         for group_name in self.group_names:
             if groups.size_of(group_name) in (None, 1):
@@ -97,7 +97,7 @@ class Watched:
             named = [
                 (name, one)
                 for name, one in zip(self.names, self.parameters, strict=True)
-                if one.requires_grad and not is_dtensor(one) and not is_split_over(one, group_name)
+                if one.requires_grad and not is_dtensor(one) and not _may_differ(one, group_name)
             ]
             if named:
                 _check_gradients(named, group_name)
@@ -131,6 +131,13 @@ def is_split_over(parameter: Tensor, group_name: str) -> bool:
     """Return whether a parameter is declared to be a different block on each rank of a group."""
     split = split_of(parameter)
     return split is not None and split.is_over(group_name)
+
+
+def _may_differ(parameter: Tensor, group_name: str) -> bool:
+    try:
+        return is_split_over(parameter, group_name)
+    except GroupError:  # on some ranks, and no step is to fail of that
+        return True
 
 
 def watched(parameters: Sequence[Tensor]) -> Watched:

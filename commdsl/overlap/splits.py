@@ -190,4 +190,4 @@ def _mesh(group: Any, device: torch.device) -> Any:
     kind = device.type
     if kind == "meta":
         kind = "cuda" if any(one.type == "cuda" for one in group._device_types) else "cpu"
-    return _distributed_tensors().DeviceMesh.from_group(group, kind)
+    return torch.distributed.device_mesh.DeviceMesh.from_group(group, kind)
