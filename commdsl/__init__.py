@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from commdsl.runtime.errors import PeerError as PeerError
     from commdsl.runtime.errors import ReductionError as ReductionError
     from commdsl.runtime.errors import RendezvousError as RendezvousError
+    from commdsl.runtime.errors import ReplicaError as ReplicaError
     from commdsl.runtime.errors import RowError as RowError
     from commdsl.runtime.errors import TensorError as TensorError
     from commdsl.runtime.groups import threads as threads
@@ -85,6 +86,7 @@ __all__ = [
     "PeerError",
     "ReductionError",
     "RendezvousError",
+    "ReplicaError",
     "ResourceError",
     "RowError",
     "TableError",
@@ -137,6 +139,7 @@ _HOME = {
     "PeerError": "commdsl.runtime.errors",
     "ReductionError": "commdsl.runtime.errors",
     "RendezvousError": "commdsl.runtime.errors",
+    "ReplicaError": "commdsl.runtime.errors",
     "ResourceError": "commdsl.machine.errors",
     "RowError": "commdsl.runtime.errors",
     "TableError": "commdsl.planner.tuning.selection",

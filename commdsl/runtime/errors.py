@@ -117,3 +117,9 @@ class HeapError(OpError, MemoryError):
     """Symmetric memory of a group cannot be had."""
 
     code = "C969"
+
+
+class ReplicaError(OpError):
+    """A parameter that all ranks have whole has other values, or another gradient, on some rank."""
+
+    code = "C976"
