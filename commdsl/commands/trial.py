@@ -20,6 +20,7 @@ from commdsl.build.emit import Emitted, emit
 from commdsl.build.host_ranks import DataRaceError, RowsError
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.budget import refuse_large
+from commdsl.commands.output import bytes_text
 from commdsl.commands.visited import Visited
 from commdsl.compiler import CompiledSchedule
 from commdsl.cost.profile import Profile
@@ -130,6 +131,11 @@ def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
         raise UsageError("with visits there is no `avg`: take the sum and divide it")
     most = max(buffer.blocks * of[buffer.name].size for buffer in schedule.buffers)
     elements = settings.buffer_bytes // most
+    if elements == 0:
+        raise UsageError(
+            f"--bytes {bytes_text(settings.buffer_bytes)}: nothing to move or compare, as one element in each block of "
+            f"the largest buffer takes {bytes_text(most)}"
+        )
     if schedule.has_products:
         elements = max(isqrt(elements), 1) ** 2  # blocks are square matrices
     largest = max(one.size for one in of.values())
@@ -173,6 +179,8 @@ def tried(run: Callable[[], Found], settings: Settings, block_bytes: int = 0) ->
         return Trial(block_bytes, None, str(error), 0, "", time.perf_counter() - start)
     except (CommTimeout, RowsError, DataRaceError) as error:
         return Trial(block_bytes, "", "", 0, str(error), time.perf_counter() - start)
+    if not compared and not fault:
+        fault = "no byte was compared: nothing that ran is held to anything"
     return Trial(block_bytes, name, "", compared, fault, time.perf_counter() - start, profiles)
 
 

@@ -156,7 +156,7 @@ class Yield:
     """The caller computes here, on every rank: `name` None: it is handed one whole buffer, and nothing changes.
 
     Otherwise its function of that name reads whole buffers, and writes values into them that nothing here knows.
-    `is_product`: our `matmul`, which reads a matrix, the factor, addends in order, operands of its epilogue.
+    `is_product`: our `matmul`: reads a matrix, the factor, addends in order, its epilogue; may write the matrix too.
     """
 
     reads: tuple[int, ...]  # buffers
