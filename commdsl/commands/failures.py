@@ -19,7 +19,7 @@ def short_of_memory(why: str) -> int:
 
 def unexpected(words: Sequence[str]) -> int:
     """Says what to send."""
-    import platform
+    import platform  # a command that does not fail needs none of these
     import shlex
     import traceback
 
