@@ -703,6 +703,22 @@ def test_heaps_take_what_is_touched(capsys: Capture) -> None:
     assert arena.Ground(size=1 << 42).made(None).size >= 1 << 42
 
 
+@pytest.mark.parametrize("ends", ["residual t", "gelu, residual t", "swiglu, residual t", "bias b, residual t"])
+def test_run_of_rows_that_came_with_a_residual(ends: str, tmp_path: Path, capsys: Capture) -> None:
+    """The rows that are multiplied lie in a scratch buffer, which nobody gives, and a residual is added."""
+    path = tmp_path / "came.comm"
+    path.write_text(
+        f"""schedule came for P ranks where P >= 2 {{
+          input x  input w  input t  {"input b  " if "bias" in ends else ""}scratch a  output y
+          ensure each r {{ y == x @ (r - 1) % P }}
+          each r {{ put x -> a @ (r + 1) % P }}
+          each r {{ compute matmul(a, w -> y) with {ends} }}
+        }}"""
+    )
+    assert run_command(["run", str(path), "--ranks", "2", "--bytes", "4KB"]) == 0
+    assert "equal to the oracle" in capsys.readouterr().out
+
+
 def test_run_yields(capsys: Capture) -> None:
     """What a schedule hands to its caller is compared as well."""
     assert run_command(["run", ROTATION, "--ranks", "5", "--bytes", "1000", "--json"]) == 0

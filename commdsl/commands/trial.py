@@ -239,14 +239,13 @@ def make_inputs(schedule: Schedule, of: Mapping[str, DType], elements: int) -> d
         matrices = [values.reshape(-1, elements // isqrt(elements)) for values in inputs[factor]]
         inputs[factor] = [one[: len(one) // halves * halves] for one in matrices]
     for ends in schedule.epilogues:
-        _beside_product(schedule, ends, inputs)
+        _beside_product(schedule, ends, inputs, elements)
     return inputs
 
 
-def _beside_product(schedule: Schedule, ends: Epilogue, inputs: dict[str, list[Array]]) -> None:
+def _beside_product(schedule: Schedule, ends: Epilogue, inputs: dict[str, list[Array]], elements: int) -> None:
     """As many numbers of a bias as blocks of the factor have rows, and of a residual as results have."""
-    of, factor, _ = schedule.products[0]
-    multiplied, factored = schedule.buffers[of], schedule.buffers[factor]
+    factored = schedule.buffers[schedule.products[0][1]]
     rows, depth = inputs[factored.name][0].shape
     wide = rows // factored.blocks
     if ends.bias is not None:
@@ -254,8 +253,8 @@ def _beside_product(schedule: Schedule, ends: Epilogue, inputs: dict[str, list[A
         inputs[bias.name] = [values[: bias.blocks * wide] for values in inputs[bias.name]]
     if ends.residual is not None:
         residual, columns = schedule.buffers[ends.residual], wide // (2 if ends.activation == GATED else 1)
-        high = len(inputs[multiplied.name][0]) // multiplied.blocks // depth
-        inputs[residual.name] = [values[: residual.blocks * high * columns] for values in inputs[residual.name]]
+        size = residual.blocks * (elements // depth) * columns
+        inputs[residual.name] = [values[:size] for values in inputs[residual.name]]
 
 
 def _of_rows(values: Array, extent: Extent) -> Array:
