@@ -209,7 +209,7 @@ MISTAKES = [
     (["run", "qwertz"], "`commdsl list` says what is shipped"),
     (["run", "mine.comm", "8"], "ranks are given as --ranks 8"),
     (["run", ""], "is a folder"),
-    (["check", "."], "is a folder: name files in it"),
+    (["show", "."], "is a folder: name files in it"),
     (["check", "notes.md"], "notes.md is no .comm file"),
     (["check", "mine.comm", "--ranks", "0"], "there is 1 rank at least"),
     (["check", "mine.comm", "--ranks", "x"], "expects a number"),

@@ -7,6 +7,7 @@ this process, or processes that share memory, or threads of one process under Th
 
 from __future__ import annotations
 
+import os
 import struct
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -226,7 +227,8 @@ def _run_here(job: _Job, data: Bytes, ranks: Sequence[int]) -> None:
     entry = loaded(Path(job.kernel.command[0])).commdsl_launch
     failure = entry(bytes(packed), len(ranks), calls, job.delays_of(ranks))
     if failure:
-        raise OSError(failure, f"cannot start a thread for every lane of {len(ranks)} ranks")
+        why = os.strerror(failure) if failure > 0 else "no memory"
+        raise MemoryError(f"cannot start a thread for every lane of {len(ranks)} host ranks ({why})")
 
 
 def _run_apart(job: _Job, arena: Path, groups: Sequence[Sequence[int]]) -> None:

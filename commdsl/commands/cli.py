@@ -5,6 +5,7 @@ Assumes the commands in `commands`, which are imported only when called. Does no
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,17 @@ from typing import Any, TypeAlias
 import click
 
 from commdsl.commands import arguments
-from commdsl.commands.arguments import Params, UsageError, file_and_params, files_and_params, named, split_words, target
+from commdsl.commands.arguments import (
+    Params,
+    UsageError,
+    file_and_params,
+    files_and_params,
+    in_folders,
+    named,
+    split_words,
+    target,
+)
+from commdsl.commands.failures import short_of_memory, unexpected
 from commdsl.commands.options import (
     HOW,
     TORCHRUN,
@@ -72,10 +83,12 @@ def list_(as_json: bool) -> Exit:
 @option("--concise", is_flag=True, help="One line per diagnostic.")
 @as_json
 def check(words: Words, concise: bool, as_json: bool, **chosen: Any) -> Exit:
-    """Prove every schedule, plan and dispatch of the files, or show every fault in them."""
+    """Prove every schedule, plan and dispatch of the files, or of all .comm files below a folder, or show every fault
+    in them.
+    """
     from commdsl.commands.check import check
 
-    files, params, name = files_and_params(words, chosen["schedule"])
+    files, params, name = files_and_params(in_folders(words), chosen["schedule"])
     return check(files, aim(chosen, params), name, as_json=as_json, concise=concise)
 
 
@@ -372,25 +385,13 @@ def run_command(words: Sequence[str]) -> int:
     except (ReaderGoneError, BrokenPipeError):
         close_stdout()
         return int(Exit.FINE)
+    except MemoryError as error:
+        return short_of_memory(str(error))
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            return short_of_memory(error.strerror or str(error))
         close_stdout()  # what is left of it may be what cannot be written
         tell(f"usage: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}")
         return int(Exit.USAGE)
-    except MemoryError:
-        tell("usage: this takes more memory than there is: ask for fewer ranks or bytes")
-        return int(Exit.USAGE)
     except Exception:
         return unexpected(words)
-
-
-def unexpected(words: Sequence[str]) -> int:
-    """Says what to send."""
-    import platform
-    import shlex
-    import traceback
-
-    tell(traceback.format_exc())
-    tell("commdsl failed, and the file is not to blame: this is a bug in commdsl")
-    tell(f"please report it with the lines above, the files and this: commdsl {shlex.join(words)}")
-    tell(f"commdsl {resources.version()}, Python {platform.python_version()}, {platform.platform()}")
-    return int(Exit.INTERNAL)

@@ -39,6 +39,7 @@ class Exit(IntEnum):
     USAGE = 2
     WRONG_RESULT = 3  # or a wait that timed out
     INTERNAL = 4
+    RESOURCES = 5  # more memory, or more threads, than this machine gives
     INTERRUPTED = 130
 
 
