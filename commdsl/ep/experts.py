@@ -26,6 +26,7 @@ from commdsl.runtime.launches import Launches, default_device
 from commdsl.runtime.load import Kernels, Where, definition
 from commdsl.runtime.pool import row_bytes
 from commdsl.runtime.program import routed_program
+from commdsl.runtime.tensors import in_backward
 
 
 @dataclass(frozen=True, eq=False)
@@ -346,7 +347,7 @@ class Experts:
         is_captured = self._go_on()
         if not launches.is_closed:
             finish_lost(launches, is_captured)
-        self._comm.compare(f"`{launches.plan.name}`")
+        self._comm.compare(f"`{launches.plan.name}`{in_backward()}")
         if launches.is_closed:
             raise DispatchError(f"`{self.plan.name}` was released")
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):

@@ -35,7 +35,8 @@ def all_reduce(
     wrap; of bool the sum and max are `or`, the prod and min `and`. Floating types alone have avg, which overflows no
     partial sum; schedules/README.md says how both are rounded. `group` is a process group or its name, the default
     group unless said. With `async_op` a Work whose `wait()` returns the tensor. The gradient, for sum and avg, is the
-    all-reduce of the gradients. Raises TensorError, ReductionError, GroupError.
+    all-reduce of the gradients: x requires one on all ranks or on none, as the backward pass of a rank without makes no
+    call, for which the others wait. Raises TensorError, ReductionError, GroupError.
 
     `wire="float8"`: x, of float32, float16 or bfloat16, travels in 33 bytes for 64 of bfloat16. Each rank's
     numbers are rounded to float8 once before they are combined, in float32, and the result once more: 128 neighbours
