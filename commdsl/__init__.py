@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from commdsl.runtime.errors import RendezvousError as RendezvousError
     from commdsl.runtime.errors import RowError as RowError
     from commdsl.runtime.errors import TensorError as TensorError
+    from commdsl.runtime.errors import WorkTimeoutError as WorkTimeoutError
     from commdsl.runtime.groups import threads as threads
     from commdsl.runtime.load import check as check
     from commdsl.runtime.load import load as load
@@ -88,6 +89,7 @@ __all__ = [
     "TableError",
     "TensorError",
     "Work",
+    "WorkTimeoutError",
     "__version__",
     "all_gather",
     "all_reduce",
@@ -139,6 +141,7 @@ _HOME = {
     "TableError": "commdsl.planner.tuning.selection",
     "TensorError": "commdsl.runtime.errors",
     "Work": "commdsl.runtime.work",
+    "WorkTimeoutError": "commdsl.runtime.errors",
     "all_gather": "commdsl.runtime.collectives",
     "all_reduce": "commdsl.runtime.collectives",
     "all_reduce_": "commdsl.runtime.collectives",

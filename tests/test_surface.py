@@ -93,7 +93,13 @@ def test_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_errors_travel() -> None:
     """Ranks pass errors on: pickled and loaded again, one says the same and keeps what it carries."""
     where = commdsl.MetadataError("all are sent", field="rows", rank=3, expected=4, got=5)
-    for error in (commdsl.TensorError("no"), commdsl.ConfigError("no"), commdsl.TableError(Path("t"), "", "no"), where):
+    for error in (
+        commdsl.TensorError("no"),
+        commdsl.ConfigError("no"),
+        commdsl.WorkTimeoutError("no"),
+        commdsl.TableError(Path("t"), "", "no"),
+        where,
+    ):
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again)) == (type(error), str(error))
         assert str(again).count("error[") == 1

@@ -17,7 +17,6 @@ from commdsl.planner.tuning.selection import COLLECTIVES, Choice
 from commdsl.runtime import collective_ops, given, groups, menu
 from commdsl.runtime.eager import refuse_transforms
 from commdsl.runtime.given import Patience, Reduction
-from commdsl.runtime.work import CopyBack
 
 
 def all_reduce(
@@ -53,14 +52,15 @@ def all_reduce(
 def all_reduce_(
     x: torch.Tensor, op: Reduction = "sum", group: Any = None, async_op: bool = False, timeout: Patience = None
 ) -> Any:
-    """As `all_reduce`, the result in x, which is returned; with `async_op` a Work, and x is the result after `wait()`.
+    """As `all_reduce`, the result in x, which is returned; with `async_op` a Work, and x is the result when that is
+    completed.
 
     Where the chosen schedule is not proved to work in place, the result is copied into x. Has no gradient.
     """
     traced = _is_traced("all_reduce_", x)
     if async_op:
         collective_ops.refuse_gradient(x)
-        return CopyBack(x, menu.run("all_reduce", x, x.nbytes, group, op=op, async_op=True, timeout=timeout))
+        return menu.all_reduce_in_place(x, group, op, timeout, async_op=True)
     if traced:
         collective_ops.ops(x).all_reduce_(x, groups.name_of(group), given.reduction(op), given.seconds(timeout))
     else:

@@ -34,7 +34,7 @@ from commdsl.runtime.stamps import StampedStart, Stamps, of_launch
 from commdsl.runtime.starts import check_reductions, prepared, programs, travelling
 from commdsl.runtime.timing import Timing
 from commdsl.runtime.visits import Visiting
-from commdsl.runtime.work import DeviceWork, HostWork, Result, Work
+from commdsl.runtime.work import HostWork, Result, Work, on_stream
 from commdsl.runtime.workspace import listed
 
 Inverse: TypeAlias = "Callable[[Backward, int], Op]"
@@ -118,7 +118,8 @@ class Op:
         """
         asked = given.asked(op, timeout, lengths)
         if async_op:
-            return self._start(inputs, groups.name_of(group), asked)
+            name = groups.name_of(group)
+            return self.started(inputs, name, asked, lambda: self._result(inputs, name, asked))
         return self._result(inputs, group, asked)
 
     @property
@@ -191,27 +192,23 @@ class Op:
         tail = (groups.name_of(group), *reduction, asked.seconds, *inputs[self.num_inputs :])
         return getattr(torch.ops.commdsl, name)(*inputs[: self.num_inputs], *lengths, *tail)
 
-    def _start(self, inputs: tuple[torch.Tensor, ...], name: str, asked: Asked) -> Work:
-        self._check(inputs, name, asked)
+    def started(self, inputs: Sequence[torch.Tensor], group: Any, asked: Asked, call: Callable[[], Result]) -> Work:
+        """Return the Work of `call`, a call of this op on these tensors: on a stream of a GPU that goes behind the
+        current one, or on a thread behind calls that were started before, in this thread's modes.
+        """
+        name = groups.name_of(group)
+        self._check(tuple(inputs), name, asked)
         comm = groups.of(name, inputs[0].device)
         if isinstance(comm, DeviceCommunicator):
-            side, current = comm.side_stream, torch.cuda.current_stream(comm.index)
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                result = self._result(inputs, name, asked)
-                event = torch.cuda.Event()
-                event.record(side)
-            for tensor in inputs:
-                tensor.record_stream(side)
-            return DeviceWork(result, event, side, comm)
+            return on_stream(call, inputs, comm.side_stream, comm.check)
         assert isinstance(comm, HostCommunicator)
-        grad = torch.is_grad_enabled()
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
-        def call() -> Result:
-            with torch.set_grad_enabled(grad):
-                return self._result(inputs, name, asked)
+        def run() -> Result:
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                return call()
 
-        return HostWork(comm.submit(call))
+        return HostWork(comm.submit(run))
 
     def visit(
         self,
