@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from commdsl.machine.errors import CacheError as CacheError
     from commdsl.machine.errors import ConfigError as ConfigError
     from commdsl.machine.errors import Error as Error
+    from commdsl.machine.errors import MissingPackageError as MissingPackageError
     from commdsl.machine.errors import MissingToolError as MissingToolError
     from commdsl.machine.errors import NotFoundError as NotFoundError
     from commdsl.planner.tuning.selection import TableError as TableError
@@ -78,6 +79,7 @@ __all__ = [
     "KeysError",
     "MaskError",
     "MetadataError",
+    "MissingPackageError",
     "MissingToolError",
     "NotFoundError",
     "Op",
@@ -130,6 +132,7 @@ _HOME = {
     "KeysError": "commdsl.runtime.errors",
     "MaskError": "commdsl.runtime.errors",
     "MetadataError": "commdsl.dispatch.errors",
+    "MissingPackageError": "commdsl.machine.errors",
     "MissingToolError": "commdsl.machine.errors",
     "NotFoundError": "commdsl.machine.errors",
     "Op": "commdsl.runtime.op",
@@ -163,13 +166,9 @@ _HOME = {
 def __getattr__(name: str) -> object:
     found: object
     if name in _HOME:
-        try:
-            found = getattr(import_module(_HOME[name]), name)
-        except ModuleNotFoundError as error:
-            if error.name != "torch":
-                raise
-            message = f"commdsl.{name} needs torch, which is not installed: pip install 'commdsl[torch]'"
-            raise ModuleNotFoundError(message, name="torch") from None
+        from commdsl.machine.lazy import imported  # here, as an import of commdsl brings in nothing
+
+        found = imported(_HOME[name], name, f"commdsl.{name}")
     elif name in ("attention", "dispatch", "ep", "overlap"):
         found = import_module(f"commdsl.{name}")
     elif name == "__version__":
