@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, Never, TypeAlias
 
 import torch
 
@@ -34,7 +34,7 @@ from commdsl.runtime.stamps import StampedStart, Stamps, of_launch
 from commdsl.runtime.starts import check_reductions, prepared, programs, travelling
 from commdsl.runtime.timing import Timing
 from commdsl.runtime.visits import Visiting
-from commdsl.runtime.work import HostWork, Result, Work, on_stream
+from commdsl.runtime.work import Result, Work, on_stream, on_thread
 from commdsl.runtime.workspace import listed
 
 Inverse: TypeAlias = "Callable[[Backward, int], Op]"
@@ -106,6 +106,7 @@ class Op:
         async_op: bool = False,
         timeout: Patience = None,
         lengths: Sequence[int] | None = None,
+        **others: Never,
     ) -> Result | Work:
         """The outputs, new tensors; with `async_op` a Work whose `wait()` returns them. Where float8 is multiplied two
         scales follow the inputs, float32 numbers, of the rows and of the factor.
@@ -116,6 +117,8 @@ class Op:
         `timeout`: how long a wait for another rank may take in this call, in seconds or as a timedelta; the group's
         unless said. A graph that captures the call keeps the time-out it was captured with.
         """
+        if others:
+            given.unexpected(self.name, Op.__call__, others, self.input_names)
         asked = given.asked(op, timeout, lengths)
         if async_op:
             name = groups.name_of(group)
@@ -138,12 +141,15 @@ class Op:
         op: Reduction = "sum",
         timeout: Patience = None,
         lengths: Sequence[int] | None = None,
+        **others: Never,
     ) -> tuple[Result, Profile]:
         """What a call returns, without a gradient, and when what this rank did for it began and ended.
 
         Collective as a call is, which is over with this. It is the last of several that are made: ranks come to it at
         the same time, and what takes a while the first time is over. Raises OpError where it has no time stamps.
         """
+        if others:
+            given.unexpected(f"{self.name}.profiled", Op.profiled, others, self.input_names)
         given.tensors(self.name, inputs, self.num_inputs, self.num_scales)
         inputs = tuple(tensor.detach() for tensor in inputs)
         if not (plan := self.program(self.ranks).plan).is_visited and plan.moves.has_heads:
@@ -161,8 +167,11 @@ class Op:
         op: Reduction = "sum",
         timeout: Patience = None,
         lengths: Sequence[int] | None = None,
+        **others: Never,
     ) -> None:
         """Overwrites the `inout` tensors; only for schedules that are proved to allow it. The rest as for a call."""
+        if others:
+            given.unexpected(f"{self.name}.in_place", Op.in_place, others, self.input_names)
         asked = given.asked(op, timeout, lengths)
         if not self.works_in_place:
             raise TensorError(f"`{self.name}` cannot work in place: a chunk would be overwritten before it is read")
@@ -202,13 +211,7 @@ class Op:
         if isinstance(comm, DeviceCommunicator):
             return on_stream(call, inputs, comm.side_stream, comm.check)
         assert isinstance(comm, HostCommunicator)
-        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-        def run() -> Result:
-            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-                return call()
-
-        return HostWork(comm.submit(run))
+        return on_thread(call, comm.submit)
 
     def visit(
         self,

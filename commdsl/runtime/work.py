@@ -174,6 +174,17 @@ def on_stream(
     return DeviceWork(result, stream, check)
 
 
+def on_thread(call: Callable[[], Result], submit: Callable[[Callable[[], Result]], Future[Result]]) -> Work:
+    """Return the Work of a call that another thread makes, in the modes of this one."""
+    has_gradients, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def run() -> Result:
+        with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients):
+            return call()
+
+    return HostWork(submit(run))
+
+
 def completed(result: Result) -> Work:
     """Return the Work of a call that waits for nothing but the current stream."""
     first, *_ = tensors_of(result)
