@@ -143,6 +143,11 @@ def run(
     """One call; `nbytes` is the larger side. `wire`: the element type that values travel in, their own unless said.
     `lengths`: of blocks that have lengths of their own, as for an op.
     """
+    if async_op and torch.compiler.is_compiling():
+        from commdsl.runtime.traced import untraced  # a second, where torch has traced nothing yet
+
+        settings = {"op": op, "root": root, "timeout": timeout, "wire": wire, "lengths": lengths}
+        return untraced(run, collective, x, nbytes, group, async_op=True, **settings)
     if wire is not None:
         chosen = compressed(collective, wire, size(group))
     elif lengths is not None:
@@ -207,6 +212,10 @@ def all_reduce_in_place(
     x: torch.Tensor, group: Any, op: Reduction = "sum", timeout: Patience = None, *, async_op: bool = False
 ) -> Work | None:
     """Within x where the schedule is proved to allow it, else by a copy of the result. With `async_op` its Work."""
+    if async_op and torch.compiler.is_compiling():
+        from commdsl.runtime.traced import untraced  # as above
+
+        return untraced(all_reduce_in_place, x, group, op, timeout, async_op=True)  # type: ignore[no-any-return]
     chosen = of_group("all_reduce", group, x.device).op(x.nbytes)
     try:
         if not async_op:

@@ -114,16 +114,19 @@ class Op:
         `lengths`: where blocks have lengths of their own, those that this rank knows, in rows of the first dimension:
         one for each rank; or, of pairs of ranks, for each what is sent to it, then for each what comes from it.
 
-        `timeout`: how long a wait for another rank may take in this call, in seconds or as a timedelta; the group's
-        unless said. A graph that captures the call keeps the time-out it was captured with.
+        `timeout`: how long a wait may take in this call, and in a graph that captures it, in seconds or as a timedelta;
+        default: the group's.
         """
         if others:
             given.unexpected(self.name, Op.__call__, others, self.input_names)
         asked = given.asked(op, timeout, lengths)
-        if async_op:
-            name = groups.name_of(group)
-            return self.started(inputs, name, asked, lambda: self._result(inputs, name, asked))
-        return self._result(inputs, group, asked)
+        if not async_op:
+            return self._result(inputs, group, asked)
+        if torch.compiler.is_compiling():
+            from commdsl.runtime.traced import untraced
+
+            return untraced(self, *inputs, group=group, op=op, async_op=True, timeout=timeout, lengths=lengths)  # type: ignore[no-any-return]
+        return self.started(inputs, group, asked, partial(self._result, inputs, group, asked))
 
     @property
     def stamped(self) -> Op:
@@ -202,9 +205,7 @@ class Op:
         return getattr(torch.ops.commdsl, name)(*inputs[: self.num_inputs], *lengths, *tail)
 
     def started(self, inputs: Sequence[torch.Tensor], group: Any, asked: Asked, call: Callable[[], Result]) -> Work:
-        """Return the Work of `call`, a call of this op on these tensors: on a stream of a GPU that goes behind the
-        current one, or on a thread behind calls that were started before, in this thread's modes.
-        """
+        """Return the Work of `call`, a call of this op on these tensors, behind calls that were started before."""
         name = groups.name_of(group)
         self._check(tuple(inputs), name, asked)
         comm = groups.of(name, inputs[0].device)
