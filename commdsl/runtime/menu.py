@@ -213,7 +213,7 @@ def all_reduce_in_place(
 ) -> Work | None:
     """Within x where the schedule is proved to allow it, else by a copy of the result. With `async_op` its Work."""
     if async_op and torch.compiler.is_compiling():
-        from commdsl.runtime.traced import untraced  # as above
+        from commdsl.runtime.traced import untraced  # a second, as above
 
         return untraced(all_reduce_in_place, x, group, op, timeout, async_op=True)  # type: ignore[no-any-return]
     chosen = of_group("all_reduce", group, x.device).op(x.nbytes)

@@ -123,7 +123,7 @@ class Op:
         if not async_op:
             return self._result(inputs, group, asked)
         if torch.compiler.is_compiling():
-            from commdsl.runtime.traced import untraced
+            from commdsl.runtime.traced import untraced  # a second, where torch has traced nothing yet
 
             return untraced(self, *inputs, group=group, op=op, async_op=True, timeout=timeout, lengths=lengths)  # type: ignore[no-any-return]
         return self.started(inputs, group, asked, partial(self._result, inputs, group, asked))
