@@ -28,7 +28,7 @@ from commdsl.runtime.launches import ROW_BYTES, Arguments, Launches, default_dev
 from commdsl.runtime.load import Kernels, Where, definition
 from commdsl.runtime.pool import results_of, row_bytes
 from commdsl.runtime.program import Definition, RoutedProgram, routed_program
-from commdsl.runtime.tensors import element_name
+from commdsl.runtime.tensors import element_name, in_backward
 from commdsl.runtime.workspace import Start, listed
 
 SUMMED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -198,7 +198,7 @@ class Launcher:
         comm = self._comm
         comm.ready()
         if comm.compares:
-            comm.compare(f"`{self.plan.name}` for {way.value}")
+            comm.compare(f"`{self.plan.name}` for {way.value}{in_backward()}")
         if self._launches.is_closed:
             raise DispatchError(f"`{self.plan.name}` was released")
 

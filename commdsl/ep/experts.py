@@ -26,7 +26,7 @@ from commdsl.runtime.kept import keep
 from commdsl.runtime.launches import Launches, default_device
 from commdsl.runtime.load import Kernels, Where, definition
 from commdsl.runtime.program import routed_program
-from commdsl.runtime.tensors import element_name
+from commdsl.runtime.tensors import element_name, in_backward
 from commdsl.runtime.workspace import listed
 
 MOST_DIGESTS = 256  # kinds of call that are kept
@@ -376,7 +376,7 @@ class Experts:
         is_captured = self._go_on()
         if not launches.is_closed:
             finish_lost(launches, is_captured)
-        self._comm.compare(f"`{launches.plan.name}`")
+        self._comm.compare(f"`{launches.plan.name}`{in_backward()}")
         if launches.is_closed:
             raise DispatchError(f"`{self.plan.name}` was released")
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):

@@ -56,6 +56,16 @@ class MissingToolError(CodedError, RuntimeError):
     code = "C972"
 
 
+class MissingPackageError(CodedError, ModuleNotFoundError):
+    """A Python package that a name of commdsl needs is not installed; the message has the command that installs it."""
+
+    code = "C968"
+
+    def __init__(self, message: str, name: str | None = None) -> None:
+        super().__init__(message)
+        self.name = name
+
+
 class ArgumentError(CodedError, ValueError, TypeError):
     """An argument that is not what a function takes: no number, no mapping, no name that there is."""
 

@@ -6,6 +6,8 @@ long inside a kernel is `timeouts.CommTimeout`.
 
 from __future__ import annotations
 
+from typing import Self
+
 from commdsl.machine.errors import CodedError
 
 
@@ -111,6 +113,15 @@ class MaskError(OpError, ValueError):
     """A schedule whose yields do not show a rank each key that its queries see, once."""
 
     code = "C966"
+
+
+class WorkTimeoutError(OpError, TimeoutError):
+    """A Work that is not completed after the time that its `wait` was given; the call goes on."""
+
+    code = "C967"
+
+    def __new__(cls, *arguments: object) -> Self:
+        return TimeoutError.__new__(cls, *arguments)  # RuntimeError's does not make an OSError
 
 
 class HeapError(OpError, MemoryError):

@@ -6,11 +6,12 @@ Assumes nothing of what is given. Does not look into a tensor that an op may tak
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from difflib import get_close_matches
+from inspect import Parameter, signature
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
@@ -27,6 +28,11 @@ Patience: TypeAlias = "timedelta | float | None"
 
 TORCH_NAMES = MappingProxyType({"product": "prod", **{name: name for name in dtypes.OPS}})
 """Reductions as torch.distributed calls them, and ours."""
+
+TORCH_ARGUMENTS = MappingProxyType({"src": "root", "reduce_op": "op", "reduceOp": "op", "process_group": "group"})
+"""Arguments as torch.distributed calls them, and ours."""
+
+_BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 MOST_SECONDS = 1e9
 
@@ -97,6 +103,28 @@ def _instead(value: Any) -> str:
     if isinstance(value, int | float | complex | list | tuple):
         return "pass torch.tensor(x)"
     return "pass a tensor"
+
+
+def unexpected(
+    name: str,
+    function: Callable[..., Any],
+    others: Mapping[str, Any],
+    inputs: Sequence[str] = (),
+    *,
+    hint: str = "",
+) -> NoReturn:
+    """Raise ArgumentError (C973) for keywords that `function` does not have. `inputs`: the names of tensors that are
+    given by position; `hint`: where the first keyword belongs, unless it is nearly one of the function's.
+    """
+    other = next(iter(others))
+    known = [one.name for one in signature(function).parameters.values() if one.kind in _BY_NAME and one.name != "self"]
+    if other in inputs:
+        call = f"{name}({', '.join(inputs)}, ...)"
+        raise ArgumentError(f"`{name}` takes its tensors by position: write {call} without `{other}=`")
+    meant = TORCH_ARGUMENTS.get(other) or "".join(get_close_matches(other, known, 1, 0.7))
+    if meant in known:
+        hint = f"write `{meant}`; "
+    raise ArgumentError(f"`{name}` takes no argument `{other}`: {hint}its arguments are {', '.join(known)}")
 
 
 # --- reductions -------------------------------------------------------------------------------------------------------

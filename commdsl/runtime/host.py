@@ -82,7 +82,11 @@ class HostCommunicator(Communicator):
         self._worker = threading.get_ident()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Starts a call behind those submitted before."""
+        """Starts a call behind those submitted before. A callback of a future, which the worker runs, may submit a call
+        and wait for it: the worker makes that at once.
+        """
+        if threading.get_ident() == self._worker:
+            return _run(call)
         future = self._executor.submit(self._called, call, user_line() if self.compares else "")
         self._last = future
         return future
@@ -116,6 +120,15 @@ class HostCommunicator(Communicator):
 
     def finish(self) -> None:
         self.drain()
+
+
+def _run(call: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+    return future
 
 
 class HostStart:

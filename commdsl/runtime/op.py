@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, Never, TypeAlias
 
 import torch
 
@@ -34,7 +34,7 @@ from commdsl.runtime.stamps import StampedStart, Stamps, of_launch
 from commdsl.runtime.starts import check_reductions, prepared, programs, travelling
 from commdsl.runtime.timing import Timing
 from commdsl.runtime.visits import Visiting
-from commdsl.runtime.work import DeviceWork, HostWork, Result, Work
+from commdsl.runtime.work import Result, Work, on_stream, on_thread
 from commdsl.runtime.workspace import listed
 
 Inverse: TypeAlias = "Callable[[Backward, int], Op]"
@@ -107,6 +107,7 @@ class Op:
         timeout: Patience = None,
         lengths: Sequence[int] | None = None,
         about: str = "",
+        **others: Never,
     ) -> Result | Work:
         """The outputs, new tensors; with `async_op` a Work whose `wait()` returns them. Where float8 is multiplied two
         scales follow the inputs, float32 numbers, of the rows and of the factor.
@@ -114,13 +115,21 @@ class Op:
         `lengths`: where blocks have lengths of their own, those that this rank knows, in rows of the first dimension:
         one for each rank; or, of pairs of ranks, for each what is sent to it, then for each what comes from it.
 
-        `timeout`: how long a wait for another rank may take in this call, in seconds or as a timedelta; the group's
-        unless said. A captured graph keeps its time-out. `about`: what else all ranks must agree on, in words (C964).
+        `timeout`: how long a wait may take in this call, and in a graph that captures it, in seconds or as a timedelta;
+        default: the group's. `about`: what else all ranks must agree on, in words (C964).
         """
+        if others:
+            given.unexpected(self.name, Op.__call__, others, self.input_names)
         asked = given.asked(op, timeout, lengths, about)
-        if async_op:
-            return self._start(inputs, groups.name_of(group), asked)
-        return self._result(inputs, group, asked)
+        if not async_op:
+            return self._result(inputs, group, asked)
+        if torch.compiler.is_compiling():
+            from commdsl.runtime.traced import untraced  # a second, where torch has traced nothing yet
+
+            settings = {"group": group, "op": op, "timeout": timeout, "lengths": lengths, "about": about}
+            work: Work = untraced(self, *inputs, async_op=True, **settings)
+            return work
+        return self.started(inputs, group, asked, partial(self._result, inputs, group, asked))
 
     @property
     def stamped(self) -> Op:
@@ -138,12 +147,15 @@ class Op:
         op: Reduction = "sum",
         timeout: Patience = None,
         lengths: Sequence[int] | None = None,
+        **others: Never,
     ) -> tuple[Result, Profile]:
         """What a call returns, without a gradient, and when what this rank did for it began and ended.
 
         Collective as a call is, which is over with this. It is the last of several that are made: ranks come to it at
         the same time, and what takes a while the first time is over. Raises OpError where it has no time stamps.
         """
+        if others:
+            given.unexpected(f"{self.name}.profiled", Op.profiled, others, self.input_names)
         given.tensors(self.name, inputs, self.num_inputs, self.num_scales)
         inputs = tuple(tensor.detach() for tensor in inputs)
         if not (plan := self.program(self.ranks).plan).is_visited and plan.moves.has_heads:
@@ -161,8 +173,11 @@ class Op:
         op: Reduction = "sum",
         timeout: Patience = None,
         lengths: Sequence[int] | None = None,
+        **others: Never,
     ) -> None:
         """Overwrites the `inout` tensors; only for schedules that are proved to allow it. The rest as for a call."""
+        if others:
+            given.unexpected(f"{self.name}.in_place", Op.in_place, others, self.input_names)
         asked = given.asked(op, timeout, lengths)
         if not self.works_in_place:
             raise TensorError(f"`{self.name}` cannot work in place: a chunk would be overwritten before it is read")
@@ -192,27 +207,15 @@ class Op:
         tail = (groups.name_of(group), *reduction, asked.seconds, *inputs[self.num_inputs :])
         return getattr(torch.ops.commdsl, name)(*inputs[: self.num_inputs], *lengths, *tail)
 
-    def _start(self, inputs: tuple[torch.Tensor, ...], name: str, asked: Asked) -> Work:
-        self._check(inputs, name, asked)
+    def started(self, inputs: Sequence[torch.Tensor], group: Any, asked: Asked, call: Callable[[], Result]) -> Work:
+        """Return the Work of `call`, a call of this op on these tensors, behind calls that were started before."""
+        name = groups.name_of(group)
+        self._check(tuple(inputs), name, asked)
         comm = groups.of(name, inputs[0].device)
         if isinstance(comm, DeviceCommunicator):
-            side, current = comm.side_stream, torch.cuda.current_stream(comm.index)
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                result = self._result(inputs, name, asked)
-                event = torch.cuda.Event()
-                event.record(side)
-            for tensor in inputs:
-                tensor.record_stream(side)
-            return DeviceWork(result, event, side, comm)
+            return on_stream(call, inputs, comm.side_stream, comm.check)
         assert isinstance(comm, HostCommunicator)
-        grad = torch.is_grad_enabled()
-
-        def call() -> Result:
-            with torch.set_grad_enabled(grad):
-                return self._result(inputs, name, asked)
-
-        return HostWork(comm.submit(call))
+        return on_thread(call, comm.submit)
 
     def visit(
         self,
