@@ -144,12 +144,16 @@ def run(
     """One call; `nbytes` is the larger side. `wire`: the element type that values travel in, their own unless said.
     `lengths`: of blocks that have lengths of their own, as for an op.
     """
-    if wire is not None:
-        chosen = compressed(collective, wire, size(group))
-    elif lengths is not None:
-        chosen = uneven(collective, group, x, lengths)
-    else:
-        chosen = of_group(collective, group, x.device, root).op(nbytes)
+    try:
+        if wire is not None:
+            chosen = compressed(collective, wire, size(group))
+        elif lengths is not None:
+            chosen = uneven(collective, group, x, lengths)
+        else:
+            chosen = of_group(collective, group, x.device, root).op(nbytes)
+    except BaseException as error:
+        groups.report(error, group, (x,), collective)
+        raise
     try:
         return chosen(x, group=group, op=op, async_op=async_op, timeout=timeout, lengths=lengths)
     except CaptureError as error:
@@ -206,7 +210,11 @@ def uneven(collective: str, group: Any, x: torch.Tensor, lengths: Sequence[int])
 
 def all_reduce_in_place(x: torch.Tensor, group: Any, op: Reduction = "sum", timeout: Patience = None) -> None:
     """Within x where the schedule is proved to allow it, else by a copy of the result."""
-    chosen = of_group("all_reduce", group, x.device).op(x.nbytes)
+    try:
+        chosen = of_group("all_reduce", group, x.device).op(x.nbytes)
+    except BaseException as error:
+        groups.report(error, group, (x,), "all_reduce_")
+        raise
     try:
         if chosen.works_in_place:
             chosen.in_place(x, group=group, op=op, timeout=timeout)
