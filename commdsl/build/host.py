@@ -157,7 +157,18 @@ def _compile(sources: Sources, target: str, more: tuple[str, ...], config: Confi
 
 
 def _made(compiler: HostCompiler, flags: tuple[str, ...], sources: Sources, target: str) -> dict[str, bytes]:
-    """The texts, and what the compiler makes of them."""
+    """The texts, and what the compiler makes of them. Raises CacheError where there is no place to write them."""
+    try:
+        return _compiled(compiler, flags, sources, target)
+    except OSError as error:
+        reason = error.strerror or error
+        raise CacheError(
+            f"the host compiler cannot run in {tempfile.gettempdir()} ({reason}): make room, raise the limit of open "
+            "files, or set TMPDIR"
+        ) from error
+
+
+def _compiled(compiler: HostCompiler, flags: tuple[str, ...], sources: Sources, target: str) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory(prefix="commdsl-") as folder:
         for name, text in sources:
             Path(folder, name).write_text(text, encoding="utf-8")

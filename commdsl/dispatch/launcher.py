@@ -146,6 +146,10 @@ class Launcher:
                 with suppress(TensorError):  # what cannot be summed can go there all the same
                     self._start(self._dtype(given, one))
 
+    @property
+    def group_name(self) -> str:
+        return self._comm.name
+
     def admit(self, route: Route, wanted: Form, waiting: Sequence[int]) -> None:
         if not self._launches.is_closed:
             self.limits.admit(self.plan, route, wanted, waiting)
@@ -154,8 +158,12 @@ class Launcher:
         self, inputs: Sequence[torch.Tensor], table: torch.Tensor, rows: Sequence[int], way: Way, *, clear: bool
     ) -> list[torch.Tensor]:
         """One call: new tensors of `rows` rows each. With `clear` what the table leaves out is zero."""
-        self._refuse(way)
-        return self._make(self.call(inputs, rows, way), inputs, table, clear=clear)
+        try:
+            self._refuse(way)
+            return self._make(self.call(inputs, rows, way), inputs, table, clear=clear)
+        except BaseException as error:
+            groups.report(error, self.group_name, inputs, self.plan.name)
+            raise
 
     def again(self, call: Call, inputs: Sequence[torch.Tensor], table: torch.Tensor, way: Way) -> list[torch.Tensor]:
         """One call more, on tensors like those that it was worked out for."""

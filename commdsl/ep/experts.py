@@ -6,9 +6,10 @@ for the device. A call runs on the current stream, and a CUDA graph can capture 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from functools import wraps
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -26,6 +27,9 @@ from commdsl.runtime.launches import Launches, default_device
 from commdsl.runtime.load import Kernels, Where, definition
 from commdsl.runtime.pool import row_bytes
 from commdsl.runtime.program import routed_program
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +64,20 @@ class Received:
     values: torch.Tensor | None  # (R,) float32, where the dispatch has a value beside each row
     index: torch.Tensor | None  # (R,) int32, where it goes by index: the place that has the row, -1 for none
     handle: Handle
+
+
+def _reported(call: Callable[Concatenate[Experts, Given], Found]) -> Callable[Concatenate[Experts, Given], Found]:
+    """Have peers hear where a call raises before it launches anything."""
+
+    @wraps(call)
+    def reported(experts: Experts, /, *args: Given.args, **options: Given.kwargs) -> Found:
+        try:
+            return call(experts, *args, **options)
+        except BaseException as error:
+            groups.report(error, experts._comm.name, args, experts.plan.name)
+            raise
+
+    return reported
 
 
 class Experts:
@@ -157,6 +175,7 @@ class Experts:
         """
         return Pending(self._dispatch(rows, keys, values), self._go_on)
 
+    @_reported
     def _dispatch(
         self, rows: torch.Tensor | tuple[torch.Tensor, ...], keys: torch.Tensor, values: torch.Tensor | None
     ) -> Call[Received]:
@@ -189,6 +208,7 @@ class Experts:
         """The first of two launches of `dispatch_again`, as `dispatch_send` is of `dispatch`."""
         return Pending(self._dispatch_again(rows, handle), self._go_on)
 
+    @_reported
     def _dispatch_again(self, rows: torch.Tensor, handle: Handle) -> Call[torch.Tensor]:
         again = self._again
         self.limits.admit_again(rows, handle.keys)
@@ -220,6 +240,7 @@ class Experts:
         """The first of two launches of `combine`, as `dispatch_send` is of `dispatch`."""
         return Pending(self._combine(rows, handle, weights), self._go_on)
 
+    @_reported
     def _combine(self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None) -> Call[torch.Tensor]:
         back = self._back
         if back is None:
@@ -256,6 +277,7 @@ class Experts:
         """The first of two launches of `combine_values`, as `dispatch_send` is of `dispatch`."""
         return Pending(self._combine_values(values, handle), self._go_on)
 
+    @_reported
     def _combine_values(self, values: torch.Tensor, handle: Handle) -> Call[torch.Tensor]:
         way, keys = self._values, handle.keys
         if way is None:

@@ -79,12 +79,13 @@ def entry(place: Path | None, entry_key: str, make: Callable[[], Files]) -> Path
     except _UnusableError as error:
         _tell_once(place, str(error))
         made = error.made
-    own = process_folder()
     try:
+        with _ours(made):
+            own = process_folder()
         _obtain(own, entry_key, make if made is None else lambda: made or {}, _anything)
     except _UnusableError as error:
         raise CacheError(
-            f"neither the cache {place} nor the temporary folder {own} can be written ({error}): "
+            f"neither the cache {place} nor a temporary folder can be written ({error}): "
             "make room, or set COMMDSL_CACHE_DIR and TMPDIR"
         ) from None
     return _folder_of(own, entry_key)

@@ -16,10 +16,19 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from commdsl.machine.errors import Error
 from commdsl.program.timeouts import CommTimeout
 from commdsl.runtime.bootstrap import Life, Reports, SharedBootstrap
 from commdsl.runtime.desk import Notice
-from commdsl.runtime.errors import AgreementError, BrokenGroupError, GroupError, OpError, PeerError, RendezvousError
+from commdsl.runtime.errors import (
+    AgreementError,
+    BrokenGroupError,
+    GroupError,
+    HeapError,
+    OpError,
+    PeerError,
+    RendezvousError,
+)
 from commdsl.runtime.failures import apart, told
 from commdsl.runtime.meeting import Meeting
 from commdsl.runtime.said import Words, text_of
@@ -210,6 +219,14 @@ def step_key(generation: int, number: int, rank: int) -> str:
 def raised(error: BaseException, what: str, calls: int) -> Raised:
     """Return the step of a rank whose call raised this, after so many calls."""
     return Raised(what, text_of(error), calls, isinstance(error, AgreementError))
+
+
+def in_our_words(error: BaseException, what: str) -> BaseException:
+    """Return a HeapError where the system refused something that a set-up needs, and any other error as it is."""
+    if not isinstance(error, OSError) or isinstance(error, Error):
+        return error
+    reason = error.strerror or str(error) or type(error).__name__
+    return HeapError(f"cannot {what}: {reason}. It takes memory, file descriptors and threads: see `ulimit -a`")
 
 
 _SETTLED = "_commdsl_is_settled"

@@ -21,7 +21,7 @@ from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import Blocks, Launch
 from commdsl.runtime.bootstrap import Bootstrap, Exchange, World, exchange
-from commdsl.runtime.breaking import is_settled
+from commdsl.runtime.breaking import in_our_words, is_settled
 from commdsl.runtime.desk import Desk, Notice
 from commdsl.runtime.error_page import ErrorPage
 from commdsl.runtime.errors import AgreementError
@@ -144,9 +144,13 @@ class Communicator(Joining, ABC):
             made = make(self.make_heap(extent, meet), f"{self.generation}/{where}")
             meet("ready")
         except BaseException as error:
-            if not is_settled(error):  # on every rank, and before anything was made
-                self.fail(error, what)
-            raise
+            if is_settled(error):  # on every rank, and before anything was made
+                raise
+            failure = in_our_words(error, what)
+            self.fail(failure, what)
+            if failure is error:
+                raise
+            raise failure from error
         return made
 
     def region(self, name: str, nbytes: int, seconds: float | None) -> Region:

@@ -102,7 +102,7 @@ def apart(group: str, peer: int, step: Setup | Raised, rank: int, own: Words) ->
     if isinstance(step, Raised):
         if step.differs:
             return AgreementError(step.why)
-        return PeerError(peer, f"gave up {step.what}, which rank {rank} calls: {step.why}")
+        return PeerError(peer, f"gave up: {step.what} raised {step.why}")
     sides = f"rank {peer} of group `{group}` sets up {step.what}", f"rank {rank} calls {own.call}"
     if own.call.startswith(step.what):  # the same of two versions of a file
         sides = f"{sides[0]} ({step.detail})", f"{sides[1]} ({own.detail})"

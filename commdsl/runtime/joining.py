@@ -15,7 +15,7 @@ from dataclasses import replace
 from commdsl.machine.config import DEFAULT_TIMEOUT, Config
 from commdsl.program.memory import Transport
 from commdsl.runtime.bootstrap import POLL_SECONDS, Bootstrap, SharedBootstrap, World, life
-from commdsl.runtime.breaking import Breaking, settle
+from commdsl.runtime.breaking import Breaking, in_our_words, settle
 from commdsl.runtime.compared import Compared, user_line
 from commdsl.runtime.desk import Notice
 from commdsl.runtime.errors import AgreementError, GroupError
@@ -73,12 +73,16 @@ class Joining(Breaking):
         """Collective: sets up this end. Where that fails the group is broken, and this end is good for nothing but its
         reset.
         """
-        self._watch(self._announced())
+        what = f"set up group `{self.name}`"
         try:
+            self._watch(self._announced())
             self._enter()
         except BaseException as error:
-            self.fail(error, f"set up group `{self.name}`")
-            raise
+            failure = in_our_words(error, what)
+            self.fail(failure, what)
+            if failure is error:
+                raise
+            raise failure from error
         self.is_open = True
 
     @abstractmethod

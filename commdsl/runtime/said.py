@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from commdsl.machine.errors import Error
 from commdsl.runtime.bootstrap import Bootstrap
-from commdsl.runtime.errors import AgreementError
+from commdsl.runtime.errors import AgreementError, PeerError
 
 ANSWER_SECONDS = 2.0
 """So long who raises waits for what peers say: they raise, too, but not at the same moment."""
@@ -100,6 +100,8 @@ class Said:
         self._has_spoken = True
         words = call if isinstance(call, Words) else Words(call)
         text = why if isinstance(why, str) else text_of(why)
+        if isinstance(why, PeerError) and why.gone is None:
+            more["by"] = why.rank
         by, differs = more.pop("by", self._bootstrap.rank), more.pop("differs", isinstance(why, AgreementError))
         line = Line(words.call, words.detail, text, gone, by, bool(differs), **more)
         with suppress(RuntimeError):  # of a store whose server has ended
@@ -135,6 +137,8 @@ class Said:
 def text_of(error: BaseException) -> str:
     """Return an exception in words, with its type where it is none of ours, which have codes."""
     text = str(error)
+    if isinstance(error, PeerError) and error.gone is None:
+        return error.reason.removeprefix("gave up: ")
     if isinstance(error, AgreementError):
         return text.removeprefix(f"error[{error.code}]: ")
     return text if isinstance(error, Error) else f"{type(error).__name__}: {text}".removesuffix(": ")
