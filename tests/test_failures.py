@@ -17,6 +17,7 @@ from disagreements import series  # noqa: E402 - after the check for torch
 from thread_ranks import outcomes  # noqa: E402 - as above
 
 import commdsl  # noqa: E402 - as above
+from commdsl import ep  # noqa: E402 - as above
 from commdsl.runtime import heap  # noqa: E402 - as above
 from commdsl.runtime.errors import BrokenGroupError, HeapError, PeerError, TensorError  # noqa: E402 - as above
 
@@ -135,3 +136,42 @@ def test_a_rank_that_ends_before_the_first_set_up(tmp_path: Path) -> None:
     rank, reason, seconds = here.recv()
     assert (rank, reason.startswith("is gone")) == (1, True)
     assert seconds < 10
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_experts_that_one_rank_refuses(is_first: bool) -> None:
+    """A rank whose keys are of another type does not begin; the others, which have begun, hear of it."""
+    names = commdsl.threads(2)
+
+    def work(rank: int) -> Any:
+        limits = ep.Limits(6, 3, 36, (16, 2), 16)
+        experts = ep.Experts(limits, names[rank], "cpu", params={"E": 4})
+        rows, keys = torch.ones(6, 4), torch.zeros(6, 3, dtype=torch.int32)
+        given = rows, torch.zeros(6, 1).half()
+        if not is_first:
+            experts.dispatch(given, keys)
+        return experts.dispatch(given, keys.long() if rank else keys)
+
+    found = on_ranks(names, work)
+    assert isinstance(found[1], TensorError), found
+    assert isinstance(found[0], PeerError), found
+    assert (found[0].rank, "int64" in found[0].reason) == (1, True)
+
+
+def test_an_async_call_that_one_rank_refuses() -> None:
+    """Errors of a call that is submitted come to peers in call order, behind those submitted before it."""
+    names, op = commdsl.threads(2), commdsl.load(RING, ranks=2)
+    wrong = torch.ones(24, dtype=torch.complex64)
+
+    def work(rank: int) -> Any:
+        first = op(torch.ones(24), group=names[rank], async_op=True)
+        try:
+            second = op(wrong if rank else torch.ones(24), group=names[rank], async_op=True)
+        finally:
+            assert torch.equal(first.wait(), torch.full((24,), 2.0))
+        return second.wait()
+
+    found = on_ranks(names, work)
+    assert isinstance(found[1], TensorError), found
+    assert isinstance(found[0], PeerError), found
+    assert "complex64" in found[0].reason
