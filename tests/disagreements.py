@@ -32,7 +32,7 @@ SOON = 0.5
 """So long after the first rank that raises the others may raise."""
 
 PACKAGE = os.path.dirname(commdsl.__file__)
-KINDS = ("size", "dtype", "reduction", "schedule", "order", "first", "refused", "stays away", "injected", "agree")
+KINDS = ("size", "dtype", "reduction", "schedule", "order", "first", "refused", "injected", "agree")
 NAMES = ("allreduce_ring", "allreduce_oneshot", "allreduce_twoshot")
 
 
@@ -99,7 +99,7 @@ def drawn(dice: random.Random, ranks: int) -> Case:
             strange = [Call(name, dtype=torch.int32, is_async=is_async)]
         case "reduction":
             strange = [Call(name, op="max", is_async=is_async)]
-        case "schedule" | "stays away":
+        case "schedule":
             strange = [Call(other, is_async=is_async)]
         case "order":
             usual = [Call(name, is_async=is_async), Call(other)]
