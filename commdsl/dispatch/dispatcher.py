@@ -143,25 +143,29 @@ class Dispatcher(Launcher):
         padded: bool,
         about: str = "",
     ) -> tuple[torch.Tensor, ...]:
-        asked = rows, expected, padded, about
-        if not skips_dispatcher(tensors, but_gradients=True):
-            there, back, counts = self._judged(tensors, route, way, asked)
-            return tuple(
-                torch.ops.commdsl.move_rows(
-                    list(tensors), there, back, counts, way.value, False, padded, self.name, about
+        try:
+            asked = rows, expected, padded, about
+            if not skips_dispatcher(tensors, but_gradients=True):
+                there, back, counts = self._judged(tensors, route, way, asked)
+                return tuple(
+                    torch.ops.commdsl.move_rows(
+                        list(tensors), there, back, counts, way.value, False, padded, self.name, about
+                    )
                 )
-            )
-        name = self.name, way.value
-        found = route.repeats.get(name)
-        if found is None or not found.serves(asked, tensors):
-            there, back, counts = self._judged(tensors, route, way, asked)
-            found = Repeat(asked, tensors[0].device, there, back, self.call(tensors, counts, way, about))
-            route.repeats[name] = found
-        if torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in tensors]:
-            self.judge_gradients(tensors, way)
-            apply: Any = _Moved.apply  # torch does not type it
-            return tuple(apply(self, found, way, *tensors))
-        return tuple(self.again(found.call, tensors, found.there, way))
+            name = self.name, way.value
+            found = route.repeats.get(name)
+            if found is None or not found.serves(asked, tensors):
+                there, back, counts = self._judged(tensors, route, way, asked)
+                found = Repeat(asked, tensors[0].device, there, back, self.call(tensors, counts, way, about))
+                route.repeats[name] = found
+            if torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in tensors]:
+                self.judge_gradients(tensors, way)
+                apply: Any = _Moved.apply  # torch does not type it
+                return tuple(apply(self, found, way, *tensors))
+            return tuple(self.again(found.call, tensors, found.there, way))
+        except BaseException as error:
+            groups.report(error, self.group_name, tensors, self.plan.name)
+            raise
 
     def _judged(
         self, tensors: tuple[torch.Tensor, ...], route: Route, way: Way, asked: Asked

@@ -150,6 +150,10 @@ class Launcher:
                 with suppress(TensorError):  # what cannot be summed can go there all the same
                     self._start(self._dtype(sent, one))
 
+    @property
+    def group_name(self) -> str:
+        return self._comm.name
+
     def admit(self, route: Route, wanted: Form, waiting: Sequence[int]) -> None:
         if not self._launches.is_closed:
             self.limits.admit(self.plan, route, wanted, waiting)
@@ -167,8 +171,12 @@ class Launcher:
         """One call: new tensors of `rows` rows each. With `clear` what the table leaves out is zero. `about`: as of
         `call`.
         """
-        self._refuse(way)
-        return self._make(self.call(inputs, rows, way, about), inputs, table, clear=clear)
+        try:
+            self._refuse(way)
+            return self._make(self.call(inputs, rows, way, about), inputs, table, clear=clear)
+        except BaseException as error:
+            groups.report(error, self.group_name, inputs, self.plan.name)
+            raise
 
     def again(self, call: Call, inputs: Sequence[torch.Tensor], table: torch.Tensor, way: Way) -> list[torch.Tensor]:
         """One call more, on tensors like those that it was worked out for."""

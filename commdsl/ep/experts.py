@@ -15,6 +15,7 @@ import torch
 from commdsl.ep.float8 import paired
 from commdsl.ep.limits import Limits, whole
 from commdsl.ep.pending import Call, Pending, finish_lost
+from commdsl.ep.reporting import reported
 from commdsl.ep.way_back import SUMMED, WayBack
 from commdsl.ep.way_there import Known, WayAgain, WayThere
 from commdsl.ir.dispatches import ByKey
@@ -34,9 +35,7 @@ MOST_DIGESTS = 256  # kinds of call that are kept
 
 @dataclass(frozen=True, eq=False)
 class Handle:
-    """What a call there knows that its way back, and other rows of the same routing, need. Keys are the caller's
-    tensor, and must not change meanwhile. Places of a rank are those of its Received rows.
-    """
+    """The routing of one dispatch, which `combine` and `dispatch_again` need. `keys` must not change until then."""
 
     keys: torch.Tensor  # (T, K)
     counts: torch.Tensor
@@ -128,7 +127,7 @@ class Experts:
 
     def __reduce__(self) -> NoReturn:
         raise DispatchError(
-            "Experts have memory on a group, and are not copied or saved: make them where they are used"
+            "Experts have memory on a group and cannot be copied or saved: build them where they are used"
         )
 
     def dispatch(
@@ -166,6 +165,7 @@ class Experts:
         """
         return Pending(self._dispatch(rows, keys, values), self._go_on)
 
+    @reported
     def _dispatch(
         self,
         rows: torch.Tensor | tuple[torch.Tensor, ...],
@@ -203,6 +203,7 @@ class Experts:
         """The first of two launches of `dispatch_again`, as `dispatch_send` is of `dispatch`."""
         return Pending(self._dispatch_again(rows, handle), self._go_on)
 
+    @reported
     def _dispatch_again(self, rows: torch.Tensor, handle: Handle) -> Call[torch.Tensor]:
         again = self._again
         given.instance("handle", handle, Handle)
@@ -237,6 +238,7 @@ class Experts:
         """The first of two launches of `combine`, as `dispatch_send` is of `dispatch`."""
         return Pending(self._combine(rows, handle, weights), self._go_on)
 
+    @reported
     def _combine(
         self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None, about: str = ""
     ) -> Call[torch.Tensor]:
@@ -276,6 +278,7 @@ class Experts:
         """The first of two launches of `combine_values`, as `dispatch_send` is of `dispatch`."""
         return Pending(self._combine_values(values, handle), self._go_on)
 
+    @reported
     def _combine_values(self, values: torch.Tensor, handle: Handle) -> Call[torch.Tensor]:
         given.instance("handle", handle, Handle)
         way, keys = self._values, handle.keys

@@ -86,12 +86,13 @@ def entry(place: Path | None, entry_key: str, make: Callable[[], Files]) -> Path
     except _UnusableError as error:
         _tell_once(place, str(error))
         made = error.made
-    own = process_folder()
     try:
+        with _ours(made):
+            own = process_folder()
         _obtain(own, entry_key, make if made is None else lambda: made or {}, _anything)
     except _UnusableError as error:
         raise explain(
-            error.reason, f"keep a build in the cache {place} or in {own}", "COMMDSL_CACHE_DIR and TMPDIR"
+            error.reason, f"keep a build in the cache {place} or a temporary folder", "COMMDSL_CACHE_DIR and TMPDIR"
         ) from error.reason
     return _folder_of(own, entry_key)
 

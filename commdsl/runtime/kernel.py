@@ -19,6 +19,7 @@ from commdsl.program.plan import Plan
 from commdsl.program.sizes import Launch
 from commdsl.program.stages import shared_bytes
 from commdsl.runtime.errors import DeviceError, OpError
+from commdsl.runtime.said import Words
 
 _NO_DELAY = bytes(8)
 
@@ -56,7 +57,7 @@ class Prepared:
     Whoever points it at a call holds the workspace's lock until the launch has copied the arguments.
     """
 
-    __slots__ = ("arguments", "blocks", "cluster", "launch", "parameters", "point", "pointers", "threads")
+    __slots__ = ("arguments", "blocks", "cluster", "launch", "parameters", "point", "pointers", "threads", "words")
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class Prepared:
         """`changing`: the first and the last argument of the stretch. `launch`: None where each call says its lanes."""
         layout = arguments(plan)
         packed = layout.pack(values)
+        self.words = Words(f"`{plan.name}`")  # of a call
         self.launch = launch
         self.cluster = 1 if launch is None else launch.parts
         if launch is None:

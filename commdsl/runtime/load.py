@@ -61,6 +61,7 @@ def load(
     """
     if others:
         _refuse(others)
+    groups.announce()
     asked = definition(path, schedule, params, on, tune, kernels)
     chosen = _size(group) if ranks is None else given.whole("ranks", ranks, 1)
     known = program(asked, chosen, Transport.PEER, from_environment())
@@ -140,7 +141,9 @@ def check(group: Any = None) -> None:
 
 def reset(group: Any = None) -> None:
     """Collective, after a time-out: brings a group's ops back to the state before their first call."""
-    for comm in groups.every(groups.name_of(group)):
+    name = groups.name_of(group)
+    groups.renew(name)
+    for comm in groups.every(name):
         comm.reset()
 
 
