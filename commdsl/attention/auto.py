@@ -26,7 +26,7 @@ from commdsl.ir.schedules import Schedule, Yield
 from commdsl.language.diagnostics import CommError
 from commdsl.language.kinds import BufferKind
 from commdsl.language.syntax import ScheduleDecl
-from commdsl.machine import resources
+from commdsl.machine import devices, resources
 from commdsl.machine.dtypes import BY_NAME
 from commdsl.machine.errors import ArgumentError
 
@@ -137,9 +137,10 @@ def choice(
     element. `window`: how many tokens a query sees before and after its own, None for any number. `backward`: count the
     gradients, too. `by_heads`: look also at schedules that exchange heads for rows, which a call does but under
     torch.compile and with fake tensors, where what they keep for the way back has to be known, and where it returns the
-    log-sum-exp. Lengths count as `coarse` says, unless a Placement is given. `device`: as torch names the GPU, or
-    "cpu"; `nodes`: by rank the number of its node, all on one unless said. `on`: a topology, shipped or in a file, in
-    place of both. Raises ArgumentError, CommError.
+    log-sum-exp. Lengths count as `coarse` says, unless a Placement is given. `device`: the GPU's name, by the rule of
+    `commdsl.machine.devices`, or "cpu"; `nodes`: by rank the number of its node, default: all on one. `on`: a topology,
+    shipped or in a file, in place of both; its GPU is the one that its name has. The reason says where the figures
+    come from: measured on the GPU, or an estimate. Raises ArgumentError, CommError.
     """
     lengths = (length,) if isinstance(length, int) else tuple(length)
     lengths = coarse(lengths) if isinstance(placement, str) else lengths
@@ -148,7 +149,8 @@ def choice(
     sizes = Sizes(lengths, heads, kv_heads or heads, head_dim, batch, itemsize, mask, placement, backward, by_heads)
     if nodes is not None and len(nodes) != ranks:
         raise ArgumentError(f"`nodes` says where {len(nodes)} ranks are; there are {ranks}")
-    machine = on_topology(on) if on is not None else of_device(device, tuple(nodes or (0,) * ranks))
+    where = devices.named(device)
+    machine = on_topology(on) if on is not None else of_device(where, tuple(nodes or (0,) * ranks))
     return choose(machine, ranks, sizes)
 
 

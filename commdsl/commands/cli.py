@@ -91,9 +91,7 @@ def check(words: Words, concise: bool, as_json: bool, **chosen: Any) -> Exit:
 )
 @where
 @option("--shape", section=WHAT, metavar="MxKxN", help="Of a timeline: rows of all ranks, depth, columns.")
-@option(
-    "--device", section=WHAT, metavar="NAME", help="Of a timeline; as torch names the GPU, this machine's unless said."
-)
+@option("--device", section=WHAT, metavar="NAME", help="Of a timeline: the GPU; default: --on's or this one.")
 @option("--svg", type=to_write, metavar="FILE", help="Draw who sends what to whom, of plans.")
 @as_json
 def show(words: Words, stage: str, svg: Path | None, as_json: bool, shape: Text, device: Text, **chosen: Any) -> Exit:
@@ -104,12 +102,12 @@ def show(words: Words, stage: str, svg: Path | None, as_json: bool, shape: Text,
     from commdsl.commands.timeline import timeline
 
     file, params, name = file_and_params(words, chosen["schedule"])
-    if (stage == "timeline") != (shape is not None) or (device is not None and shape is None) or (shape and svg):
-        raise UsageError(
-            "--stage timeline has a --shape as in 8192x4096x1024, and perhaps a --device; nothing else has"
-        )
-    if shape is not None:
+    if stage == "timeline":
+        if shape is None or svg is not None:
+            raise UsageError(f"--stage timeline {'has no --svg' if svg else 'has a --shape as in 8192x4096x1024'}")
         return timeline(file, aim(chosen, params), name, shape, device, as_json=as_json)
+    if shape is not None or device is not None:
+        raise UsageError(f"--{'device' if shape is None else 'shape'} is for --stage timeline, not for {stage}")
     return show(file, aim(chosen, params), name, Stage(stage), svg=svg, as_json=as_json)
 
 
@@ -267,7 +265,7 @@ def tune(words: Words, collectives: str, sizes: str, factor: int, output: Path |
 @option(
     "--ranks", section=WHAT, type=click.IntRange(1), required=True, metavar="N", help="The size of the group; needed."
 )
-@option("--device", section=WHAT, metavar="NAME", help="As torch names the GPU; this machine's unless said.")
+@option("--device", section=WHAT, metavar="NAME", help="The GPU: H200, NVIDIA H200; default: this machine's.")
 @option("--float8", section=WHAT, is_flag=True, help="Of a product: factors with a scale each.")
 @of_attention
 @as_json
@@ -285,12 +283,13 @@ def choice(collective: str, size: str, ranks: int, device: Text, float8: bool, a
         raise UsageError(f"--float8 is for a product, not for {collective}")
     if collective == "attention":
         return attention(size, ranks, device, as_json=as_json, **sizes)
-    if given := [name for name, value in sizes.items() if value]:
-        raise UsageError(f"--{given[0].replace('_', '-')} is for `attention`, not for {collective}")
     if collective not in (*COLLECTIVES, *PRODUCTS):
         raise UsageError(f"expected one of {', '.join((*COLLECTIVES, *PRODUCTS))} or attention, got `{collective}`")
+    on = sizes.pop("on") if collective in PRODUCTS else None
+    if given := [name for name, value in sizes.items() if value]:
+        raise UsageError(f"--{given[0].replace('_', '-')} is for `attention`, not for {collective}")
     if collective in PRODUCTS:
-        return product(collective, size, ranks, device, is_float8=float8, as_json=as_json)
+        return product(collective, size, ranks, device, is_float8=float8, on=on, as_json=as_json)
     return choice(collective, arguments.parse_bytes(size, "SIZE"), ranks, device, as_json=as_json)
 
 

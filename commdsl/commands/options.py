@@ -179,5 +179,5 @@ of_attention = together(
     option("--window", section=WHAT, metavar="L,R", help="How many tokens before and after; * for any number."),
     option("--placement", section=WHAT, metavar="NAME", help="zigzag or contiguous; zigzag unless said."),
     option("--backward", section=WHAT, is_flag=True, help="Count the gradients, too."),
-    option("--on", section=WHAT, metavar="TOPOLOGY", help="Instead of a device: shipped, or MY_BOX.comm[:NAME]."),
+    option("--on", section=WHAT, metavar="TOPOLOGY", help="Instead of a device, for attention and products."),
 )

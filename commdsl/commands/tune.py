@@ -23,6 +23,7 @@ from commdsl.commands import output
 from commdsl.commands.arguments import UsageError, parse_bytes
 from commdsl.commands.candidates import Families
 from commdsl.commands.output import Exit
+from commdsl.machine import devices
 from commdsl.machine.dtypes import BY_NAME
 from commdsl.overlap import auto
 from commdsl.planner.tuning import selection
@@ -154,7 +155,7 @@ def tune(wanted: Wanted) -> Exit:
     except GroupError as error:
         raise UsageError(str(error)) from error
     device, ranks = measure.where()
-    if device == selection.PLAIN_DEVICE and measure.is_first():
+    if device == devices.CPU and measure.is_first():
         output.tell("no GPU that torch can use: this measures the processor")
     path = wanted.path or Path(f"{name_of(device)}_x{ranks}.json")
     before = earlier(path, device, ranks)
@@ -197,7 +198,7 @@ def search_all(wanted: Wanted, device: str, ranks: int) -> Iterator[Found]:
     from commdsl.overlap.measure import Products  # torch, as below
     from commdsl.runtime import measure  # torch: seconds that a wrong option need not wait for
 
-    protocols = HOST_PROTOCOLS if device == selection.PLAIN_DEVICE else PROTOCOLS
+    protocols = HOST_PROTOCOLS if device == devices.CPU else PROTOCOLS
     clock = measure.Clock(wanted.seconds)
     everything: tuple[str | Product, ...] = (*wanted.collectives, *wanted.products)
     with progress(shown=measure.is_first()) as shown, measure.builders() as ahead:
