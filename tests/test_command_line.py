@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from commdsl.ir import resolve
 from commdsl.ir.resolve.budget import moves_of
 from commdsl.language.diagnostics import CommError, InternalError
 from commdsl.language.syntax import ScheduleDecl, TopologyDecl
-from commdsl.machine import memory, resources
+from commdsl.machine import config, memory, resources
 from commdsl.machine.topology import switch
 
 ROOT = Path(__file__).parent.parent
@@ -106,12 +107,142 @@ def test_on_a_topology_of_ones_own(capsys: Capture) -> None:
     assert run_command(["run", "mine.comm", "--on", "box.comm", "--bytes", "1000"]) == 0
     assert run_command(["plan", "100", "200", "--on", "boxes.comm:small"]) == 0
     capsys.readouterr()
-    assert run_command(["check", "mine.comm", "--on", "boxes.comm"]) == 1
-    assert "expected one topology in `boxes.comm`, it has 2" in capsys.readouterr().err
-    assert run_command(["check", "mine.comm", "--on", "boxes.comm:huge"]) == 1
-    assert "no topology named `huge`" in capsys.readouterr().err
-    assert run_command(["check", "mine.comm", "--on", "mine.comm"]) == 1
-    assert "it has none" in capsys.readouterr().err
+    assert run_command(["check", "mine.comm", "--on", "boxes.comm"]) == 2
+    assert "--on boxes.comm: expected one topology in `boxes.comm`, it has 2" in capsys.readouterr().err
+    assert run_command(["check", "mine.comm", "--on", "boxes.comm:huge"]) == 2
+    assert "--on boxes.comm:huge: no topology named `huge`" in capsys.readouterr().err
+    assert run_command(["check", "mine.comm", "--on", "mine.comm"]) == 2
+    assert "--on mine.comm: expected one topology in `mine.comm`, it has none" in capsys.readouterr().err
+
+
+ON = [
+    ("nosuch", "--on nosuch: no topology named `nosuch`; known here: a100_1x8, "),
+    ("h200_2x9", "--on h200_2x9: no topology named `h200_2x9`; did you mean `h200_2x8`?"),
+    ("nope.comm", "--on nope.comm: no such file: nope.comm; shipped topologies: a100_1x8, "),
+    ("bax.comm", "--on bax.comm: no such file: bax.comm; did you mean box.comm?"),
+    ("dgx.comm", "--on dgx.comm: no such file: dgx.comm; did you mean dgx1?"),
+    ("no/boxes.comm:small", "--on no/boxes.comm:small: no such file: no/boxes.comm; shipped topologies: "),
+    ("folder.comm", "--on folder.comm: folder.comm is a folder"),
+    ("", "--on expects the name of a topology"),
+    ("../topologies/dgx1", "--on ../topologies/dgx1: no topology named"),
+]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check", "mine.comm"],
+        ["run", "mine.comm"],
+        ["show", "mine.comm"],
+        ["show", "mine.comm", "--stage", "syntax"],
+        ["show", "matmul_allreduce", "--stage", "timeline", "--shape", "8x8x8"],
+        ["show", "balanced_16k"],
+        ["compile", "mine.comm"],
+        ["plan", "100"],
+        ["synth", "allgather"],
+        ["choice", "attention", "8K", "--ranks", "4"],
+        ["choice", "all_gather_matmul", "8x8x8", "--ranks", "4"],
+    ],
+    ids="_".join,
+)
+@pytest.mark.parametrize(("on", "said"), ON)
+def test_on_no_topology(words: list[str], on: str, said: str, capsys: Capture) -> None:
+    """A name that is no topology's is a mistake of the option in every command, with near topologies and no caret."""
+    Path("folder.comm").mkdir()
+    assert run_command([*words, "--on", on]) == 2
+    out, err = capsys.readouterr()
+
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"usage: {said}")
+
+
+# --- topologies, pictures and settings --------------------------------------------------------------------------------
+
+
+def test_show_a_topology(capsys: Capture) -> None:
+    """A topology is shown as it is written and as what it means; it has no later stage, and nothing else to say."""
+    assert run_command(["show", "h200_2x8"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("topology h200_2x8: 2 × 8 GPUs of 132 SMs\n  link nvlink in node: 450 GB/s per gpu")
+    assert "ranks 16: rank = node * 8 + gpu" in out
+    assert run_command(["show", "boxes.comm", "--json"]) == 0
+    assert [one["topology"] for one in json.loads(capsys.readouterr().out)] == ["small", "large"]
+    assert run_command(["show", "boxes.comm:large"]) == 0
+    assert capsys.readouterr().out.startswith("topology large: 1 × 6 GPUs")
+    assert run_command(["show", "boxes.comm:large", "--stage", "syntax"]) == 0
+    assert "large" in (out := capsys.readouterr().out)
+    assert "small" not in out
+    assert run_command(["show", "dgx1_dead_link"]) == 0
+    out = capsys.readouterr().out
+    assert "double joins GPUs of a node: 0->3 0->4 1->2" in out
+    assert "missing: rank 0 -> 4" in out
+
+
+REFUSED = [
+    (["show", "h200_2x8", "--stage", "plan"], "a topology has the stages syntax and ir, not plan"),
+    (["show", "h200_2x8", "--ranks", "4"], "a topology is shown: leave out --ranks"),
+    (["show", "h200_2x8", "--on", "dgx1"], "a topology is shown: leave out --on"),
+    (["show", "h200_2x8", "K=3"], "a topology is shown: leave out K=3"),
+    (["show", "h200_2x8", "--svg", "a.svg"], "a topology is shown: leave out --svg"),
+    (["show", "balanced_16k", "--stage", "syntax", "--svg", "a.svg"], "--svg draws what a dispatch plan means"),
+    (["show", "mine.comm", "--svg", "a.svg"], "--svg draws dispatch plans, and none is shown"),
+    (["show", "balanced_16k", "--svg", "a.png"], "--svg a.png: expected a name that ends in .svg"),
+    (["show", "mine.comm", "--device", "H200"], "--device is for --stage timeline, not for ir"),
+    (["show", "mine.comm", "--shape", "8x8x8"], "--shape is for --stage timeline, not for ir"),
+    (["run", "mine.comm", "--svg", "a.png"], "--svg a.png: expected a name that ends in .svg"),
+    (["run", "mine.comm", "--svg", "a"], "--svg a: expected a name that ends in .svg"),
+    (["run", "qkv", "--svg", "a.svg"], "--svg draws schedules, and none is run"),
+    (["plan", "100", "--ranks", "2", "--svg", "a.jpg"], "--svg a.jpg: expected a name that ends in .svg"),
+    (["plan", "100", "--ranks", "2", "--out", "a.svg"], "--out a.svg: expected a name that ends in .comm"),
+    (["synth", "allgather", "--on", "dgx1", "-o", "a.txt"], "--out a.txt: expected a name that ends in .comm"),
+    (["new", "allreduce", "a.txt"], "FILE a.txt: expected a name that ends in .comm"),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), REFUSED, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_no_option_is_ignored(words: list[str], said: str, capsys: Capture) -> None:
+    """An option that would change nothing, or a file named after what is not written to it, is refused by name."""
+    before = sorted(Path().iterdir())
+    assert run_command(words) == 2
+    out, err = capsys.readouterr()
+
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+    assert sorted(Path().iterdir()) == before
+
+
+def test_unknown_settings(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """A variable that begins like a setting and is none is named once, with the nearest; the command goes on."""
+    monkeypatch.setenv("COMMDSL_TIMEOT", "3")
+    monkeypatch.setenv("COMMDSL_XYZ", "1")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert run_command(["check", "mine.comm"]) == 0
+    assert not seen
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "warning: COMMDSL_TIMEOT is not a setting and changes nothing; did you mean COMMDSL_TIMEOUT?"
+    assert second.startswith("warning: COMMDSL_XYZ is not a setting and changes nothing; there are COMMDSL_CACHE_DIR, ")
+
+
+def test_unknown_settings_of_programs() -> None:
+    """A program that uses the library is warned once, however often settings are read and filters change."""
+    program = (
+        "import warnings; from commdsl.machine.config import from_environment; from_environment();"
+        "warnings.simplefilter('default'); from_environment(); import commdsl; commdsl.load('allreduce_ring', ranks=2)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COMMDSL_TIMEOT": "3"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr.count("SettingWarning: COMMDSL_TIMEOT is not a setting and changes nothing; did you mean") == 1
+
+
+def test_settings_are_listed() -> None:
+    """The variables that are read are those that the README lists, and those that the module asks for."""
+    text = (ROOT / "commdsl" / "machine" / "config.py").read_text()
+    asked = set(re.findall(r"variables\.get\(\"(COMMDSL_\w+)", text))
+    listed = re.findall(r"^\| `(COMMDSL_\w+)`", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert asked == set(config.VARIABLES) == set(listed)
 
 
 def test_compiled_for_a_topology_of_ones_own(elsewhere: Path, capsys: Capture) -> None:

@@ -149,11 +149,12 @@ def _slowest(link: Link, peers: int) -> float:
 
 @lru_cache(maxsize=64)
 def on_topology(name: str) -> Machine:
-    """Return the machine of a topology, shipped or in a file, with the GPU that its name has (`h100_2x8`: an H100).
+    """Return the machine of a topology, shipped or in a file. Raises CommError where there is none of that name."""
+    return machine_on(_topology(name))
 
-    Raises CommError where there is no such topology.
-    """
-    topology = _topology(name)
+
+def machine_on(topology: Topology) -> Machine:
+    """Return the machine of a topology, with the GPU that its name has (`h100_2x8`: an H100)."""
     device = devices.known(topology.name)
     kind = KINDS[device or DEFAULT]
     if device is None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 
+from commdsl import compiler
 from commdsl.attention import auto
 from commdsl.commands import output
-from commdsl.commands.arguments import UsageError, product_shape
+from commdsl.commands.arguments import UsageError, parse_on, product_shape
 from commdsl.commands.doctor import query_nvidia
+from commdsl.commands.jobs import topology_of
 from commdsl.commands.output import Exit
 from commdsl.machine import devices
 from commdsl.machine.config import from_environment
@@ -39,7 +41,7 @@ def product(
 ) -> Exit:
     """As `choice`, of `8192x4096x1024`: rows of all ranks, depth and columns."""
     rows, depth, columns = product_shape(shape)
-    where = device_of(device, on)
+    where, on = device_of(device, on), checked_on(on)
     try:
         found = products.choice(operator, rows, depth, columns, ranks=ranks, device=where, is_float8=is_float8, on=on)
     except ValueError as error:
@@ -89,7 +91,7 @@ def attention(
             placement=placement or "zigzag",
             backward=backward,
             device=where,
-            on=on,
+            on=checked_on(on),
         )
     except ArgumentError as error:
         raise UsageError(str(error)) from error
@@ -140,6 +142,12 @@ def device_of(device: str | None, on: str | None) -> str:
     if device is not None and on is not None:
         raise UsageError("--device or --on, not both: a topology's name says its GPU, as in h100_2x8")
     return device if device is not None else devices.CPU if on is not None else this_device()
+
+
+def checked_on(on: str | None) -> str | None:
+    """Return the name of a topology as it is. Raises UsageError where there is none of that name."""
+    topology_of((), parse_on(on), compiler.DEFAULT_RANKS)
+    return on
 
 
 def this_device() -> str:

@@ -6,6 +6,7 @@ Assumes the commands in `commands`, which are imported only when called. Does no
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,14 +26,17 @@ from commdsl.commands.options import (
     of_attention,
     only_check,
     option,
+    text_to_write,
+    to_draw,
     to_write,
     usage_text,
     where,
     words,
 )
-from commdsl.commands.output import Exit, close_stdout, show_diagnostics, tell
+from commdsl.commands.output import Exit, close_stdout, show_diagnostics, tell, unexpected
 from commdsl.language.diagnostics import CommError
 from commdsl.machine import resources
+from commdsl.machine.config import SettingWarning, unread
 from commdsl.machine.errors import Error
 
 Words: TypeAlias = tuple[str, ...]
@@ -87,12 +91,12 @@ def check(words: Words, concise: bool, as_json: bool, **chosen: Any) -> Exit:
     type=click.Choice(["syntax", "ir", "plan", "cuda", "host", "timeline"]),
     default="ir",
     show_default=True,
-    help="Which.",
+    help="Which; `syntax` is the text as written, for any --ranks, --on, --tune and parameters.",
 )
 @where
 @option("--shape", section=WHAT, metavar="MxKxN", help="Of a timeline: rows of all ranks, depth, columns.")
 @option("--device", section=WHAT, metavar="NAME", help="Of a timeline: the GPU; default: --on's or this one.")
-@option("--svg", type=to_write, metavar="FILE", help="Draw who sends what to whom, of plans.")
+@option("--svg", type=to_draw, metavar="FILE", help="Draw who sends what to whom, of plans.")
 @as_json
 def show(words: Words, stage: str, svg: Path | None, as_json: bool, shape: Text, device: Text, **chosen: Any) -> Exit:
     """Print one stage of a file; of dispatch plans who sends what to whom, and how even the loads are; of products
@@ -142,8 +146,8 @@ def show(words: Words, stage: str, svg: Path | None, as_json: bool, shape: Text,
 @option("--queries", section=HOW, type=click.IntRange(1), metavar="ROWS", help="The most that a rank may receive.")
 @option("--keys", section=HOW, type=click.IntRange(1), metavar="ROWS", help="The most that a rank may receive.")
 @option("--relay", section=HOW, is_flag=True, help="Ranks without a link may send to each other, through others.")
-@option("--out", "-o", type=to_write, metavar="FILE", help="Where to; printed unless said.")
-@option("--svg", type=to_write, metavar="FILE", help="Draw the plan.")
+@option("--out", "-o", type=text_to_write, metavar="FILE", help="Where to; printed unless said.")
+@option("--svg", type=to_draw, metavar="FILE", help="Draw the plan.")
 @as_json
 def plan(words: Words, out: Path | None, svg: Path | None, as_json: bool, **chosen: Any) -> Exit:
     """Balance attention: from document LENGTHS (numbers; files as text, CSV, JSON; or a plan) to a dispatch plan."""
@@ -157,7 +161,7 @@ def plan(words: Words, out: Path | None, svg: Path | None, as_json: bool, **chos
 @option("--on", section=WHAT, metavar="TOPOLOGY", help="A shipped topology, or a .comm file with one; needed.")
 @option("--root", section=WHAT, type=click.IntRange(0), metavar="RANK", help="Of a broadcast or reduce; 0 unless said.")
 @option("--name", section=WHAT, metavar="NAME", help="Of the schedule; COLLECTIVE_TOPOLOGY unless said.")
-@option("--out", "-o", type=to_write, metavar="FILE", help="Where to; printed unless said.")
+@option("--out", "-o", type=text_to_write, metavar="FILE", help="Where to; printed unless said.")
 @as_json
 def synth(collective: str, out: Path | None, as_json: bool, **chosen: Any) -> Exit:
     """Write a schedule for a machine that no shipped one fits: allgather, reduce_scatter, allreduce, broadcast, reduce.
@@ -203,7 +207,7 @@ def compile(words: Words, out: Path | None, only_check: bool, as_json: bool, **c
 @option("--profile", section=HOW, is_flag=True, help="When each rank worked, waited and sent, by time stamps.")
 @option(
     "--svg",
-    type=to_write,
+    type=to_draw,
     metavar="FILE",
     help="Draw the machine with its busiest links and the steps, or the cycles of a rotation.",
 )
@@ -334,7 +338,7 @@ def cache(clear: bool, as_json: bool) -> Exit:
 
 @app.command(cls=Grouped, example="new allreduce my_first.comm")
 @click.argument("kind")
-@click.argument("file", required=False, type=to_write)
+@click.argument("file", required=False, type=text_to_write)
 @as_json
 def new(kind: str, file: Path | None, as_json: bool) -> Exit:
     """Write a commented .comm file to start from: of a collective (allreduce, rotation, ...), a plan or a dispatch."""
@@ -351,7 +355,15 @@ def aim(chosen: dict[str, Any], params: Params) -> arguments.Target:
 
 
 def run_command(words: Sequence[str]) -> int:
-    """The exit code of a command line; nothing escapes."""
+    """The exit code of a command line; nothing escapes. Variables that are no settings are named once, before it."""
+    for said in unread().values():
+        tell(f"warning: {said}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SettingWarning)
+        return exit_code(words)
+
+
+def exit_code(words: Sequence[str]) -> int:
     try:
         code = app.main(list(words) or ["--help"], prog_name="commdsl", standalone_mode=False)
         sys.stdout.flush()
@@ -379,17 +391,4 @@ def run_command(words: Sequence[str]) -> int:
         tell("usage: this takes more memory than there is: ask for fewer ranks or bytes")
         return int(Exit.USAGE)
     except Exception:
-        return unexpected(words)
-
-
-def unexpected(words: Sequence[str]) -> int:
-    """Says what to send."""
-    import platform
-    import shlex
-    import traceback
-
-    tell(traceback.format_exc())
-    tell("commdsl failed, and the file is not to blame: this is a bug in commdsl")
-    tell(f"please report it with the lines above, the files and this: commdsl {shlex.join(words)}")
-    tell(f"commdsl {resources.version()}, Python {platform.python_version()}, {platform.platform()}")
-    return int(Exit.INTERNAL)
+        return int(unexpected(words))

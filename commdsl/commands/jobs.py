@@ -20,10 +20,13 @@ from commdsl.language.records import dataclass
 from commdsl.language.syntax import File, PlanDecl, ScheduleDecl
 from commdsl.language.text import standard_input, text_of
 from commdsl.machine import resources
-from commdsl.machine.topology import switch
+from commdsl.machine.topology import Topology, switch
 
 NOT_ADMITTED = "C501"
 """The code of a rank count that a declaration's `where` leaves out."""
+
+UNKNOWN_TOPOLOGY = "C192"
+"""The code of a topology's name that nothing declares."""
 
 
 MOST_NEAR = 64
@@ -82,8 +85,9 @@ def read(path: Path) -> tuple[File, ...]:
 
 
 def jobs_of(path: Path, files: tuple[File, ...], target: Target, name: str | None = None) -> tuple[Job, ...]:
-    """As `read_jobs`, for one file that was read already. Its topologies are read in any case."""
+    """As `read_jobs`, for one file that was read already. Its topologies, and that of --on, are read in any case."""
     resolve.topologies(files)
+    topology_of(files, target.on, compiler.DEFAULT_RANKS)
     first = {(type(decl), decl.name.text): decl for decl in reversed(compiler.declarations(files))}
     if name is not None:
         compiler.choose(files, name)
@@ -92,6 +96,20 @@ def jobs_of(path: Path, files: tuple[File, ...], target: Target, name: str | Non
     for decl in wanted:
         refuse_many(files, decl, counts[decl.name.text], target)
     return tuple(Job(path, files, decl, ranks) for decl in wanted for ranks in counts[decl.name.text])
+
+
+def topology_of(files: tuple[File, ...], on: str | None, ranks: int) -> Topology:
+    """Return the topology that --on names, of the files or shipped; without a name one flat switch.
+
+    Raises UsageError where there is none of that name: the option is at fault, and no place in a file.
+    """
+    try:
+        return compiler.find_topology(files or compiler.read_text("", "--on", Path()), on, ranks)
+    except CommError as error:
+        fault = error.diagnostics[0]
+        if fault.code != UNKNOWN_TOPOLOGY:
+            raise
+        raise UsageError(f"--on {on}: {fault.headline}; {fault.help or fault.primary.text}") from error
 
 
 def rank_counts(files: tuple[File, ...], decl: Declaration, target: Target) -> tuple[int, ...]:

@@ -11,13 +11,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from commdsl.language import diagnostics
 from commdsl.language.diagnostics import Diagnostic
+from commdsl.machine import resources
 from commdsl.machine.config import allows_colour
 
 if TYPE_CHECKING:
@@ -82,6 +83,19 @@ def show_diagnostics(found: Iterable[Diagnostic]) -> None:
     counts = [count(errors, "error"), count(len(found) - errors, "warning")]
     if found:
         tell(", ".join(text for text in counts if not text.startswith("0 ")))
+
+
+def unexpected(words: Sequence[str]) -> Exit:
+    """Print the traceback of a bug, and a report to send."""
+    import platform  # needed for bugs alone, like the next two
+    import shlex
+    import traceback
+
+    tell(traceback.format_exc())
+    tell("commdsl failed, and the file is not to blame: this is a bug in commdsl")
+    tell(f"please report it with the lines above, the files and this: commdsl {shlex.join(words)}")
+    tell(f"commdsl {resources.version()}, Python {platform.python_version()}, {platform.platform()}")
+    return Exit.INTERNAL
 
 
 def count(number: int, noun: str) -> str:

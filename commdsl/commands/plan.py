@@ -16,6 +16,7 @@ from commdsl import checks, compiler
 from commdsl.commands import output, plan_view
 from commdsl.commands.arguments import UsageError, parse_on
 from commdsl.commands.budget import MOST_RANKS
+from commdsl.commands.jobs import topology_of
 from commdsl.commands.lengths import Documents, read
 from commdsl.commands.output import Exit
 from commdsl.ir.plans import DispatchPlan, routing
@@ -149,7 +150,7 @@ def machine(files: tuple[File, ...], wanted: Wanted, ranks: int | None) -> Topol
     if wanted.on is None:
         assert ranks is not None
         return switch(ranks)
-    found = compiler.find_topology(files, wanted.on, ranks or compiler.DEFAULT_RANKS)
+    found = topology_of(files, wanted.on, ranks or compiler.DEFAULT_RANKS)
     if wanted.ranks not in (None, found.num_ranks):
         raise UsageError(f"--ranks {wanted.ranks}: `{found.name}` has {found.num_ranks}")
     return found

@@ -169,7 +169,7 @@ def choice(
         itemsize = 1 if OPERATORS[operator].gathers else 2  # of what travels
     product = Product(operator, rows, depth, columns, ranks, itemsize, is_float8)
     if on is not None:
-        device = machine_of(product, device, on).device
+        device = one_node(product, on_topology(on)).device
     if why := _unscheduled(product, device):
         return Choice(product.name, product.nbytes, ranks, device, SEQUENCE, (), (), why)
     return choose(product, device, on)
@@ -262,13 +262,12 @@ def candidates(operator: str, device: str) -> Iterator[Candidate]:
 
 
 def machine_of(product: Product, device: str, on: str | None) -> Machine:
-    """Return the machine that a product is modelled on: a topology, or as many of a device on one node.
+    """Return the machine that a product is modelled on: a topology, or as many of a device on one node."""
+    return of_device(device, (0,) * product.ranks) if on is None else one_node(product, on_topology(on))
 
-    Raises ArgumentError where the topology has fewer GPUs on a node: across nodes products are not overlapped.
-    """
-    if on is None:
-        return of_device(device, (0,) * product.ranks)
-    machine = on_topology(on)
+
+def one_node(product: Product, machine: Machine) -> Machine:
+    """Return the machine. Raises ArgumentError where its nodes have fewer GPUs than the product has ranks."""
     if product.ranks > machine.topology.gpus_per_node:
         has = f"`{machine.topology.name}` has {machine.topology.gpus_per_node} GPUs on a node"
         raise ArgumentError(f"products overlap with transfers within one node, and {has}, not {product.ranks}")
@@ -298,12 +297,12 @@ def _beside(product: Product, machine: Machine, maker: Maker, pieces: int) -> Ti
     return replace(time, seconds=time.seconds + maker.of_call)
 
 
-def timeline(product: Product, device: str, pieces: int, on: str | None = None) -> Iterator[Event]:
-    """Yield the schedule's events in so many pieces, its products computed by what runs where nothing is tuned.
+def timeline(product: Product, where: str | Machine, pieces: int) -> Iterator[Event]:
+    """Yield the schedule's events in so many pieces, its products computed by the kernel that runs untuned.
 
-    Raises ArgumentError as `machine_of` does.
+    `where`: a device's name, or a machine. Raises ArgumentError where its nodes are too small, or a link is missing.
     """
-    machine = machine_of(product, device, on)
+    machine = one_node(product, where) if isinstance(where, Machine) else machine_of(product, where, None)
     maker = makers(machine.device)[0]
     work = _work(product, machine, maker, pieces)
     for phase, (begin, end) in zip(work[0], spans(*work), strict=True):
