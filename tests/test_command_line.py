@@ -5,6 +5,7 @@ Assumes a checkout. Runs commands in this process, but for what only a process s
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -446,11 +447,19 @@ def test_missing_permission(monkeypatch: pytest.MonkeyPatch, capsys: Capture) ->
     "name", ["allreduce_ring", "allreduce_hamilton", "rotation_direct", "broadcast_chain", "mine.comm"]
 )
 @pytest.mark.parametrize("ranks", [100_000, 1_000_000])
-def test_too_many_ranks(name: str, ranks: int, capsys: Capture) -> None:
-    """Ranks that no proof could be made for are refused at once, with how many may be; these are not."""
-    start = time.perf_counter()
-    assert run_command(["check", name, "--ranks", str(ranks)]) == 2
-    assert time.perf_counter() - start < 5
+def test_too_many_ranks(name: str, ranks: int, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that no proof could be made for are refused before a proof, with how many may be; these are not."""
+    real, tried = resolve.resolve, list[int]()
+
+    def resolved(files: Any, decl: Any, count: int, *rest: Any, **options: Any) -> Any:
+        tried.append(count)
+        return real(files, decl, count, *rest, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resolve, "resolve", resolved)
+        patch.setattr(compiler, "check_declared", lambda *_: pytest.fail("it is proved"))
+        assert run_command(["check", name, "--ranks", str(ranks)]) == 2
+    assert max(tried, default=0) < 200  # what the estimate is made from
     err = capsys.readouterr().err
     assert f"--ranks {ranks}" in err
     (fit,) = re.findall(r"--ranks (\d+) would fit", err)
@@ -512,9 +521,11 @@ def test_moves_are_estimated(name: str) -> None:
 @pytest.mark.parametrize("words", [["allreduce_ring"], ["rotation_ring"], ["qkv"], ["experts"], ["spanning"]])
 def test_too_many_bytes(words: list[str], capsys: Capture) -> None:
     """A run that has no room is refused before it takes any, with what it takes, what there is, and what would fit."""
-    start = time.perf_counter()
+    tracemalloc.start()
     assert run_command(["run", *words, "--bytes", "100GB"]) == 2
-    assert time.perf_counter() - start < 10
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100_000_000
     said = r"usage: --bytes 100 GB: \d ranks take about [\d.,e+]+ .B of memory here, and [\d.]+ .B can be had; "
     assert re.fullmatch(said + r"--bytes \d+.?B? would fit\n", capsys.readouterr().err)
 
@@ -544,7 +555,7 @@ def started(words: str, **options: Any) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("seconds", [0.01, 0.05, 0.1, 1.5])
 def test_interrupted(seconds: float) -> None:
-    """Ctrl-C at any point ends it, without a traceback."""
+    """Ctrl-C at any point ends it before it has said anything, without a traceback."""
     code = (
         "import signal, sys; sys.argv[1:] = ['check', 'allreduce_ring', '--ranks', '2..400']\n"
         "signal.signal(signal.SIGALRM, signal.default_int_handler)\n"
@@ -553,24 +564,43 @@ def test_interrupted(seconds: float) -> None:
         "main()\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
 
-    assert time.perf_counter() - start < seconds + 5  # of which Python's own start is most
+    assert done.stdout == ""
     # Python itself ends by the signal where it was interrupted in `exec`: a shell has 130 for both.
     assert done.returncode in (130, -signal.SIGINT)
     assert done.stderr in ("", "\ninterrupted\n")
 
 
 def test_interrupted_processes() -> None:
-    """So do the processes of a run, which a terminal interrupts with it."""
+    """So do the processes of a run, which a terminal interrupts with it: none of its ranks outlives it."""
     process = started("run mine.comm --ranks 3 --bytes 100MB --processes", start_new_session=True)
-    time.sleep(2)
+    while len(ranks := running(process.pid)) < 3:
+        assert process.poll() is None
+        time.sleep(0.001)
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    out, err = process.communicate()
 
-    assert process.returncode in (0, 130)  # it may have been done
-    assert "Traceback" not in err
+    assert (process.returncode, out, err) == (130, "", "\ninterrupted\n")
+    while any(map(is_alive, ranks)):  # those that it was about to note end by the signal alone, in their own time
+        time.sleep(0.01)
+
+
+def is_alive(pid: str) -> bool:
+    """Whether a process is there, and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def running(pid: int) -> list[str]:
+    """The host ranks that a process has started and not yet waited for."""
+    found = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with contextlib.suppress(OSError):
+            found += [child] if Path(f"/proc/{child}/comm").read_text() == "runner\n" else []
+    return found
 
 
 @pytest.mark.parametrize(
@@ -586,7 +616,7 @@ def test_interrupted_processes() -> None:
 def test_streams(words: str, code: int, said: str) -> None:
     """A reader that has gone is no fault, a full disk is one in a line, and what is closed goes nowhere."""
     process = started(words)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
 
     assert (process.returncode, err) == (code, said)
 
