@@ -244,10 +244,12 @@ def find_topology(files: tuple[File, ...], name: str | None, ranks: int) -> Topo
             return next(iter(found.values()))
         return _topology(found, wanted, own, sorted(found))
     found = resolve.topologies(files)
-    shipped = resources.data_dir("schedules") / "topologies" / f"{name}{resources.SUFFIX}"
-    if name not in found and shipped.is_file():
-        found = resolve.topologies(read(shipped))
-    return _topology(found, name, files, sorted({*found, *(path.stem for path in shipped.parent.glob("*.comm"))}))
+    shipped = {
+        path.stem: path for path in (resources.data_dir("schedules") / "topologies").glob(f"*{resources.SUFFIX}")
+    }
+    if name not in found and name in shipped:
+        found = resolve.topologies(read(shipped[name]))
+    return _topology(found, name, files, sorted({*found, *shipped}))
 
 
 def _topology(found: dict[str, Topology], name: str | None, files: tuple[File, ...], known: list[str]) -> Topology:

@@ -278,13 +278,16 @@ def late_work() -> None:
     rank, group = dist.get_rank(), impatient()
     op, x = commdsl.load("alltoall_direct"), given(dist.get_rank(), (4,), torch.float32)
     dist.barrier()
-    if rank == 1:
+    if rank == 1 and home() == "cpu":
+        dist.barrier()  # the others have looked
+    elif rank == 1:
         time.sleep(1)
     work = op(x, group=group, async_op=True)
     if rank != 1 and home() == "cpu":
         assert (work.is_completed(), work.exception()) == (False, None)
         with pytest.raises(commdsl.WorkTimeoutError, match=r"C967.*not over after 0\.1 s; it goes on"):
             work.wait(0.1)
+        dist.barrier()
     work.wait()
     dist.barrier()
     if rank != 1:
@@ -460,10 +463,8 @@ def timeouts() -> None:
 
         dist.barrier()
         if rank != 1:
-            started = time.monotonic()
             with pytest.raises((error, commdsl.PeerError), match=r"rank 1|waited 1\.5 s|too long") as caught:
                 call()
-            assert time.monotonic() - started < 20
             if isinstance(caught.value, commdsl.CommTimeout):
                 assert caught.value.seconds == pytest.approx(1.5)
         commdsl.reset(group)
@@ -492,10 +493,9 @@ def absent_rank() -> None:
     same(op(x[rank], group=group), combined(x, "sum"))
     dist.barrier()
     if rank != 1:
-        started = time.monotonic()
         with pytest.raises(commdsl.CommTimeout) as caught:
             op(x[rank], group=group)
-        assert time.monotonic() - started < 20
+        assert caught.value.seconds == pytest.approx(2)
         assert caught.value.missing == (1,)
         assert "rank 1 never entered the call" in str(caught.value)
         with pytest.raises(BrokenGroupError, match="commdsl\\.reset"):

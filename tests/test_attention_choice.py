@@ -112,6 +112,26 @@ def test_a_window(window: tuple[int, int], halves: tuple[int, int]) -> None:
     assert found.params == (("B", halves[0]), ("A", halves[1]))
 
 
+def test_where_the_figures_come_from() -> None:
+    """The reason says what was measured, what is an estimate, and that a GPU, or a topology's, is not known."""
+    estimate = "an estimate with the figures of an H200"
+    sources = (
+        ({"device": "h200"}, "speeds as measured on an H200"),
+        ({"device": "NVIDIA H200 NVL"}, f"a variant of the H200: {estimate}"),
+        ({"device": "NVIDIA H100 80GB HBM3"}, estimate),
+        ({"device": "foo"}, f"`foo` is not a known GPU (H200, H100, A100, MI300X): {estimate}"),
+        ({"on": "h100_1x8"}, estimate),
+        ({"on": "mi300x_1x8"}, "an estimate from its data sheet"),
+        ({"on": "dgx1"}, f"`dgx1` names no known GPU: {estimate}"),
+    )
+    for where, source in sources:
+        assert choice(8192, ranks=4, **where, **LLAMA).reason.endswith(f" TFLOP/s, {source}")
+    same = [choice(8192, ranks=4, device=name, **LLAMA).estimates for name in (H200, "h200", "foo")]
+    assert same[0] == same[1] == same[2]
+    with pytest.raises(ArgumentError, match="a device is named as torch names the GPU"):
+        choice(8192, ranks=4, device="cuda", **LLAMA)
+
+
 def test_short_sequences_by_heads() -> None:
     """Where latency is all, two exchanges of heads are sooner than P - 1 hops; if heads can be divided."""
     short = {"length": 8 * 128, "ranks": 8, "causal": True, "device": H200, "head_dim": 128}

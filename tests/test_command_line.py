@@ -5,6 +5,7 @@ Assumes a checkout. Runs commands in this process, but for what only a process s
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from commdsl.ir import resolve
 from commdsl.ir.resolve.budget import moves_of
 from commdsl.language.diagnostics import CommError, InternalError
 from commdsl.language.syntax import ScheduleDecl, TopologyDecl
-from commdsl.machine import memory, resources
+from commdsl.machine import config, memory, resources
 from commdsl.machine.topology import switch
 
 ROOT = Path(__file__).parent.parent
@@ -106,12 +108,152 @@ def test_on_a_topology_of_ones_own(capsys: Capture) -> None:
     assert run_command(["run", "mine.comm", "--on", "box.comm", "--bytes", "1000"]) == 0
     assert run_command(["plan", "100", "200", "--on", "boxes.comm:small"]) == 0
     capsys.readouterr()
-    assert run_command(["check", "mine.comm", "--on", "boxes.comm"]) == 1
-    assert "expected one topology in `boxes.comm`, it has 2" in capsys.readouterr().err
-    assert run_command(["check", "mine.comm", "--on", "boxes.comm:huge"]) == 1
-    assert "no topology named `huge`" in capsys.readouterr().err
-    assert run_command(["check", "mine.comm", "--on", "mine.comm"]) == 1
-    assert "it has none" in capsys.readouterr().err
+    assert run_command(["check", "mine.comm", "--on", "boxes.comm"]) == 2
+    assert "--on boxes.comm: expected one topology in `boxes.comm`, it has 2" in capsys.readouterr().err
+    assert run_command(["check", "mine.comm", "--on", "boxes.comm:huge"]) == 2
+    assert "--on boxes.comm:huge: no topology named `huge`" in capsys.readouterr().err
+    assert run_command(["check", "mine.comm", "--on", "mine.comm"]) == 2
+    assert "--on mine.comm: expected one topology in `mine.comm`, it has none" in capsys.readouterr().err
+
+
+ON = [
+    ("nosuch", "--on nosuch: no topology named `nosuch`; known here: a100_1x8, "),
+    ("h200_2x9", "--on h200_2x9: no topology named `h200_2x9`; did you mean `h200_2x8`?"),
+    ("nope.comm", "--on nope.comm: no such file: nope.comm; shipped topologies: a100_1x8, "),
+    ("bax.comm", "--on bax.comm: no such file: bax.comm; did you mean box.comm?"),
+    ("dgx.comm", "--on dgx.comm: no such file: dgx.comm; did you mean dgx1?"),
+    ("no/boxes.comm:small", "--on no/boxes.comm:small: no such file: no/boxes.comm; shipped topologies: "),
+    ("folder.comm", "--on folder.comm: folder.comm is a folder"),
+    ("", "--on expects the name of a topology"),
+    ("../topologies/dgx1", "--on ../topologies/dgx1: no topology named"),
+]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check", "mine.comm"],
+        ["run", "mine.comm"],
+        ["show", "mine.comm"],
+        ["show", "mine.comm", "--stage", "syntax"],
+        ["show", "matmul_allreduce", "--stage", "timeline", "--shape", "8x8x8"],
+        ["show", "balanced_16k"],
+        ["compile", "mine.comm"],
+        ["plan", "100"],
+        ["synth", "allgather"],
+        ["choice", "attention", "8K", "--ranks", "4"],
+        ["choice", "all_gather_matmul", "8x8x8", "--ranks", "4"],
+    ],
+    ids="_".join,
+)
+@pytest.mark.parametrize(("on", "said"), ON)
+def test_on_no_topology(words: list[str], on: str, said: str, capsys: Capture) -> None:
+    """A name that is no topology's is a mistake of the option in every command, with near topologies and no caret."""
+    Path("folder.comm").mkdir()
+    assert run_command([*words, "--on", on]) == 2
+    out, err = capsys.readouterr()
+
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"usage: {said}")
+
+
+# --- topologies, pictures and settings --------------------------------------------------------------------------------
+
+
+def test_show_a_topology(capsys: Capture) -> None:
+    """A topology is shown as it is written and as what it means; it has no later stage, and nothing else to say."""
+    assert run_command(["show", "h200_2x8"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("topology h200_2x8: 2 × 8 GPUs of 132 SMs\n  link nvlink in node: 450 GB/s per gpu")
+    assert "ranks 16: rank = node * 8 + gpu" in out
+    assert run_command(["show", "boxes.comm", "--json"]) == 0
+    assert [one["topology"] for one in json.loads(capsys.readouterr().out)] == ["small", "large"]
+    assert run_command(["show", "boxes.comm:large"]) == 0
+    assert capsys.readouterr().out.startswith("topology large: 1 × 6 GPUs")
+    assert run_command(["show", "boxes.comm:large", "--stage", "syntax"]) == 0
+    assert "large" in (out := capsys.readouterr().out)
+    assert "small" not in out
+    assert run_command(["show", "dgx1_dead_link"]) == 0
+    out = capsys.readouterr().out
+    assert "double joins GPUs of a node: 0->3 0->4 1->2" in out
+    assert "missing: rank 0 -> 4" in out
+
+
+REFUSED = [
+    (["show", "h200_2x8", "--stage", "plan"], "a topology has the stages syntax and ir, not plan"),
+    (["show", "h200_2x8", "--ranks", "4"], "a topology is shown: leave out --ranks"),
+    (["show", "h200_2x8", "--on", "dgx1"], "a topology is shown: leave out --on"),
+    (["show", "h200_2x8", "K=3"], "a topology is shown: leave out K=3"),
+    (["show", "h200_2x8", "--svg", "a.svg"], "a topology is shown: leave out --svg"),
+    (["show", "balanced_16k", "--stage", "syntax", "--svg", "a.svg"], "--svg draws what a dispatch plan means"),
+    (["show", "mine.comm", "--svg", "a.svg"], "--svg draws dispatch plans, and none is shown"),
+    (["show", "balanced_16k", "--svg", "a.png"], "--svg a.png: expected a name that ends in .svg"),
+    (["show", "mine.comm", "--device", "H200"], "--device is for --stage timeline, not for ir"),
+    (["show", "mine.comm", "--shape", "8x8x8"], "--shape is for --stage timeline, not for ir"),
+    (["run", "mine.comm", "--svg", "a.png"], "--svg a.png: expected a name that ends in .svg"),
+    (["run", "mine.comm", "--svg", "a"], "--svg a: expected a name that ends in .svg"),
+    (["run", "qkv", "--svg", "a.svg"], "--svg draws schedules, and none is run"),
+    (["plan", "100", "--ranks", "2", "--svg", "a.jpg"], "--svg a.jpg: expected a name that ends in .svg"),
+    (["plan", "100", "--ranks", "2", "--out", "a.svg"], "--out a.svg: expected a name that ends in .comm"),
+    (["synth", "allgather", "--on", "dgx1", "-o", "a.txt"], "--out a.txt: expected a name that ends in .comm"),
+    (["check", "mine.comm", "--concise", "--json"], "one of the two"),
+    (["check", "spanning", "K=3"], "nothing else has parameters or is tuned: K=3"),
+    (["show", "spanning", "--tune", "lanes=4"], "nothing else has parameters or is tuned: --tune lanes=4"),
+    (["check", "spanning", "--ranks", "8"], "`spanning` is for 4 ranks: leave --ranks out"),
+    (["compile", "--schedule", "mine"], "--schedule names a declaration of a FILE"),
+    (["show", "mine.comm", "--schedule", ""], "--schedule names a declaration of a FILE"),
+    (["choice", "all_reduce", "64KB", "--ranks", "4", "--heads", ""], "--heads is for `attention`"),
+    (["choice", "all_reduce", "64KB", "--ranks", "4", "--on", "dgx1"], "--on is for `attention`"),
+    (["choice", "attention", "8K", "--ranks", "4", "--heads", ""], "--heads is a number"),
+    (["choice", "attention", "8K", "--ranks", "4", "--placement", ""], "`placement` is one of"),
+    (["new", "allreduce", "a.txt"], "FILE a.txt: expected a name that ends in .comm"),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), REFUSED, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_no_option_is_ignored(words: list[str], said: str, capsys: Capture) -> None:
+    """An option that would change nothing, or a file named after what is not written to it, is refused by name."""
+    before = sorted(Path().iterdir())
+    assert run_command(words) == 2
+    out, err = capsys.readouterr()
+
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+    assert sorted(Path().iterdir()) == before
+
+
+def test_unknown_settings(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """A variable that begins like a setting and is none is named once, with the nearest; the command goes on."""
+    monkeypatch.setenv("COMMDSL_TIMEOT", "3")
+    monkeypatch.setenv("COMMDSL_XYZ", "1")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert run_command(["check", "mine.comm"]) == 0
+    assert not seen
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "warning: COMMDSL_TIMEOT is not a setting and changes nothing; did you mean COMMDSL_TIMEOUT?"
+    assert second.startswith("warning: COMMDSL_XYZ is not a setting and changes nothing; there are COMMDSL_CACHE_DIR, ")
+
+
+def test_unknown_settings_of_programs() -> None:
+    """A program that uses the library is warned once, however often settings are read and filters change."""
+    program = (
+        "import warnings; from commdsl.machine.config import from_environment; from_environment();"
+        "warnings.simplefilter('default'); from_environment(); import commdsl; commdsl.load('allreduce_ring', ranks=2)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COMMDSL_TIMEOT": "3"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr.count("SettingWarning: COMMDSL_TIMEOT is not a setting and changes nothing; did you mean") == 1
+
+
+def test_settings_are_listed() -> None:
+    """The variables that are read are those that the README lists, and those that the module asks for."""
+    text = (ROOT / "commdsl" / "machine" / "config.py").read_text()
+    asked = set(re.findall(r"variables\.get\(\"(COMMDSL_\w+)", text))
+    listed = re.findall(r"^\| `(COMMDSL_\w+)`", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert asked == set(config.VARIABLES) == set(listed)
 
 
 def test_compiled_for_a_topology_of_ones_own(elsewhere: Path, capsys: Capture) -> None:
@@ -240,6 +382,23 @@ MISTAKES = [
     (["plan", "many", "--ranks", "4"], "neither a number nor a file"),
     (["plan", "100", "--ranks", "4", "--on", "no.comm"], "no such file: no.comm"),
     (["plan", "100", "--ranks", "4", "-o", "no/such/plan.comm"], "there is no folder no/such"),
+    (["plan", "9999999999", "--ranks", "2"], "a rank has at most 2,147,483,647 tokens"),
+    (["plan", "4294967290", "--ranks", "2"], "a rank has at most 2147483647 tokens: plan for more ranks"),
+    (["plan", "999999999999999999", "--ranks", "2"], "a rank has at most 2,147,483,647 tokens"),
+    (["plan", "100", "200", "--ranks", "2", "--widths", f"{10**26},8,8"], "--widths expects"),
+    (["plan", "100", "200", "--ranks", "2", "--shortest", f"{10**26}"], "not in the range"),
+    (["plan", "100", "200", "--ranks", "2", "--keys", f"{10**26}"], "not in the range"),
+    (["choice", "attention", f"{10**20}M", "--ranks", "4"], "of 0 to 2,147,483,647 tokens"),
+    (["choice", "attention", "8K", "--ranks", "4", "--window", f"{10**23},0"], "of 0 to 2,147,483,647 tokens"),
+    (["choice", "attention", "8K", "--ranks", "1"], "needs 2 or more of them, not 1"),
+    (
+        ["show", "matmul_allreduce", "--stage", "timeline", "--shape", "8x0x8"],
+        "a product is of rows, depth and columns",
+    ),
+    (["new", "allreduce", "for.comm"], "`for` is not a name"),
+    (["fmt", ""], "is a folder"),
+    (["tune", "--time-budget", "nan"], "--time-budget is a number of seconds"),
+    (["tune", "--memory", "0"], "--memory is a size of 1 byte or more"),
 ]
 
 
@@ -315,11 +474,19 @@ def test_missing_permission(monkeypatch: pytest.MonkeyPatch, capsys: Capture) ->
     "name", ["allreduce_ring", "allreduce_hamilton", "rotation_direct", "broadcast_chain", "mine.comm"]
 )
 @pytest.mark.parametrize("ranks", [100_000, 1_000_000])
-def test_too_many_ranks(name: str, ranks: int, capsys: Capture) -> None:
-    """Ranks that no proof could be made for are refused at once, with how many may be; these are not."""
-    start = time.perf_counter()
-    assert run_command(["check", name, "--ranks", str(ranks)]) == 2
-    assert time.perf_counter() - start < 5
+def test_too_many_ranks(name: str, ranks: int, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that no proof could be made for are refused before a proof, with how many may be; these are not."""
+    real, tried = resolve.resolve, list[int]()
+
+    def resolved(files: Any, decl: Any, count: int, *rest: Any, **options: Any) -> Any:
+        tried.append(count)
+        return real(files, decl, count, *rest, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resolve, "resolve", resolved)
+        patch.setattr(compiler, "check_declared", lambda *_: pytest.fail("it is proved"))
+        assert run_command(["check", name, "--ranks", str(ranks)]) == 2
+    assert max(tried, default=0) < 200  # what the estimate is made from
     err = capsys.readouterr().err
     assert f"--ranks {ranks}" in err
     (fit,) = re.findall(r"--ranks (\d+) would fit", err)
@@ -381,9 +548,11 @@ def test_moves_are_estimated(name: str) -> None:
 @pytest.mark.parametrize("words", [["allreduce_ring"], ["rotation_ring"], ["qkv"], ["experts"], ["spanning"]])
 def test_too_many_bytes(words: list[str], capsys: Capture) -> None:
     """A run that has no room is refused before it takes any, with what it takes, what there is, and what would fit."""
-    start = time.perf_counter()
+    tracemalloc.start()
     assert run_command(["run", *words, "--bytes", "100GB"]) == 2
-    assert time.perf_counter() - start < 10
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100_000_000
     said = r"usage: --bytes 100 GB: \d ranks take about [\d.,e+]+ .B of memory here, and [\d.]+ .B can be had; "
     assert re.fullmatch(said + r"--bytes \d+.?B? would fit\n", capsys.readouterr().err)
 
@@ -413,7 +582,7 @@ def started(words: str, **options: Any) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("seconds", [0.01, 0.05, 0.1, 1.5])
 def test_interrupted(seconds: float) -> None:
-    """Ctrl-C at any point ends it, without a traceback."""
+    """Ctrl-C at any point ends it before it has said anything, without a traceback."""
     code = (
         "import signal, sys; sys.argv[1:] = ['check', 'allreduce_ring', '--ranks', '2..400']\n"
         "signal.signal(signal.SIGALRM, signal.default_int_handler)\n"
@@ -422,24 +591,43 @@ def test_interrupted(seconds: float) -> None:
         "main()\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
 
-    assert time.perf_counter() - start < seconds + 5  # of which Python's own start is most
+    assert done.stdout == ""
     # Python itself ends by the signal where it was interrupted in `exec`: a shell has 130 for both.
     assert done.returncode in (130, -signal.SIGINT)
     assert done.stderr in ("", "\ninterrupted\n")
 
 
 def test_interrupted_processes() -> None:
-    """So do the processes of a run, which a terminal interrupts with it."""
+    """So do the processes of a run, which a terminal interrupts with it: none of its ranks outlives it."""
     process = started("run mine.comm --ranks 3 --bytes 100MB --processes", start_new_session=True)
-    time.sleep(2)
+    while len(ranks := running(process.pid)) < 3:
+        assert process.poll() is None
+        time.sleep(0.001)
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    out, err = process.communicate()
 
-    assert process.returncode in (0, 130)  # it may have been done
-    assert "Traceback" not in err
+    assert (process.returncode, out, err) == (130, "", "\ninterrupted\n")
+    while any(map(is_alive, ranks)):  # those that it was about to note end by the signal alone, in their own time
+        time.sleep(0.01)
+
+
+def is_alive(pid: str) -> bool:
+    """Whether a process is there, and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def running(pid: int) -> list[str]:
+    """The host ranks that a process has started and not yet waited for."""
+    found = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with contextlib.suppress(OSError):
+            found += [child] if Path(f"/proc/{child}/comm").read_text() == "runner\n" else []
+    return found
 
 
 @pytest.mark.parametrize(
@@ -455,9 +643,36 @@ def test_interrupted_processes() -> None:
 def test_streams(words: str, code: int, said: str) -> None:
     """A reader that has gone is no fault, a full disk is one in a line, and what is closed goes nowhere."""
     process = started(words)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
 
     assert (process.returncode, err) == (code, said)
+
+
+RUN = "run mine.comm --ranks 2 --bytes 1000"
+
+
+@pytest.mark.parametrize(
+    ("limit", "compiler", "said"),
+    [
+        ("ulimit -n 12;", "", "error[C972]: the host compiler had too few file descriptors"),
+        ("", "echo 'cc1plus: No space left on device' >&2; exit 1", "error[C970]: the host compiler had no room"),
+        ("", "echo 'Cannot create temporary file in /x/' >&2; exit 1", "error[C970]: the host compiler had no room"),
+    ],
+)
+def test_no_room_for_the_compiler(limit: str, compiler: str, said: str, tmp_path: Path) -> None:
+    """A full folder for temporary files, or too few descriptors, is no bug: a line with a code says what to change."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COMMDSL_CACHE_DIR": str(tmp_path / "own")}
+    if compiler:
+        fake = tmp_path / "c++"
+        fake.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "c++ 1.0" && exit 0\n{compiler}\n')
+        fake.chmod(0o755)
+        environment["CXX"] = str(fake)
+    command = f"{limit} exec {shlex.quote(sys.executable)} -m commdsl {RUN}"
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"usage: {said}")
+    assert done.stderr.count("\n") == 1
 
 
 def test_plain_terminals() -> None:

@@ -25,14 +25,14 @@ from commdsl.runtime.errors import BrokenGroupError, PeerError
 from commdsl.runtime.failures import different_calls, stopped_by
 from commdsl.runtime.said import Said
 
-SOON = 4.0
-"""Seconds in which a wait ends that would otherwise take the time-out, also where others are asked what they do."""
+LONG = 1000.0
+"""Seconds until a time-out: far more than a test may take, so a wait that ends has ended for another reason."""
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits that nobody ends take a minute."""
-    monkeypatch.setenv("COMMDSL_TIMEOUT", "60")
+    """Waits that nobody ends take longer than a test may."""
+    monkeypatch.setenv("COMMDSL_TIMEOUT", str(LONG))
 
 
 RECORD = ErrorRecord(STOPPED, 0, 0, 0, 5, 0, 0, 0, (), 0)
@@ -50,7 +50,7 @@ class Ranks:
         self.op = commdsl.load(schedule, ranks=ranks)
         self.pool = ThreadPoolExecutor(ranks)
         for made in [self.start(rank) for rank in range(ranks)]:
-            made.result(SOON * 10)
+            made.result()
 
     def start(self, rank: int, elements: int = 64) -> Future[Any]:
         return self.pool.submit(self.op, torch.ones(elements), group=self.names[rank])
@@ -61,15 +61,13 @@ class Ranks:
 
     def everywhere(self, call: Callable[[str], object]) -> None:
         for done in [self.pool.submit(call, name) for name in self.names]:
-            done.result(SOON * 10)
+            done.result()
 
 
 def ends(call: Future[Any], kind: type[BaseException]) -> Any:
-    """What a call raises, soon."""
-    began = time.monotonic()
+    """What a call raises."""
     with pytest.raises(kind) as caught:
-        call.result(SOON * 5)
-    assert time.monotonic() - began < SOON
+        call.result()
     return caught.value
 
 
@@ -91,10 +89,10 @@ def test_a_rank_that_is_gone_is_waited_for_no_longer(patient: None) -> None:
 def test_what_was_told_before_the_end_is_heard(patient: None) -> None:
     """A rank that did its part of a call and ended is not missed in it."""
     ranks = Ranks(2, "broadcast_direct")
-    ranks.start(0).result(SOON * 5)
+    ranks.start(0).result()
     ranks.of(1).notice.mark_gone(0)
 
-    assert torch.equal(ranks.start(1).result(SOON * 5), torch.ones(64))
+    assert torch.equal(ranks.start(1).result(), torch.ones(64))
     assert ends(ranks.start(1), PeerError).rank == 0
 
 
@@ -118,12 +116,12 @@ def test_an_interrupt_ends_long_waits(patient: None) -> None:
 
     ranks.everywhere(commdsl.reset)
     for call in [ranks.start(rank) for rank in range(3)]:
-        assert torch.equal(call.result(SOON * 5), torch.full((64,), 3.0))
+        assert torch.equal(call.result(), torch.full((64,), 3.0))
 
 
 def test_a_time_out_is_everybodys(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank is patient, the other is not: the patient one raises as soon as the other does."""
-    monkeypatch.setenv("COMMDSL_TIMEOUT", "60")
+    monkeypatch.setenv("COMMDSL_TIMEOUT", str(LONG))
     ranks = Ranks(3)
     ranks.of(0).workspaces.copy().popitem()[1]._timeout = 0.2
     ranks.op._calls.clear()

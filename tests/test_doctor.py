@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -73,6 +75,32 @@ def test_broken_in_words(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> No
 
     assert "✗ settings  broken: error[C971]: COMMDSL_DEBUG is 0 or 1, not `yes`" in said
     assert "To mend what is broken:\n  settings" in said
+
+
+def test_ignored(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """A variable that is no setting is listed, with what is meant, and is no fault."""
+    monkeypatch.setattr(doctor, "PROBES", ())
+    monkeypatch.setenv("COMMDSL_DEBIG", "1")
+    assert run_command(["doctor"]) == 0
+    said = capsys.readouterr().out
+
+    assert "! COMMDSL_DEBIG  ignored: COMMDSL_DEBIG is not a setting and changes nothing; did you mean" in said
+    assert "To mend what is ignored:\n  COMMDSL_DEBIG, to set what README.md lists: unset it" in said
+
+
+def test_packages_of_every_extra(config: Config) -> None:
+    """What an extra installs is listed with its purpose, or tried; `test` is for the tests alone."""
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    wanted = [(one, extra) for extra, packages in extras.items() if extra != "test" for one in packages]
+    names = {(re.split(r"[<>=;,! ]", one)[0], extra) for one, extra in wanted}
+    tried = {("nvidia-cuda-nvrtc", "cuda"), ("nvidia-nvjitlink", "cuda"), ("torch", "cuda")}
+    found = list(doctor.probe_packages(config))
+
+    assert {(package, extra) for _, package, _, extra in doctor.PACKAGES} == names - tried
+    assert [finding.name for finding in found] == [name for name, *_ in doctor.PACKAGES]
+    assert all(finding.purpose for finding in found)
+    assert all("pip install" in finding.todo for finding in found if finding.state is State.MISSING)
 
 
 def test_compiler_without_a_linker(tmp_path: Path, config: Config) -> None:

@@ -225,6 +225,8 @@ def test_timeline_command(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "said"),
     [
         (["allgather_matmul"], "has a --shape"),
+        (["allgather_matmul", "--shape", "8x8x8", "--svg", "a.svg"], "--stage timeline has no --svg"),
+        (["allgather_matmul", "--shape", "8x8x8", "--device", ""], "a device is named as torch names the GPU"),
         (["allgather_matmul", "--shape", "64KB"], "rows, depth and columns"),
         (["allgather_matmul", "--shape", "6x8x8"], "6 rows cannot be cut into 1 of each of 4 ranks"),
         (["allreduce_ring", "--shape", "8x8x8"], "a timeline is of allgather_matmul, "),
@@ -244,6 +246,49 @@ def test_candidates_are_legal() -> None:
                 path = resources.shipped_file(one.schedule)
                 assert path is not None
                 compiler.check(path, ranks=2, params=dict(one.params), tune=dict(one.tune))
+
+
+def test_where_the_figures_come_from(capsys: pytest.CaptureFixture[str]) -> None:
+    """The reason, and the timeline, say what was measured and what is an estimate; an unknown GPU is named as such."""
+    estimate = "an estimate with the figures of an H200"
+    sources = {
+        GPU: "speeds as measured on an H200",
+        "h200": "speeds as measured on an H200",
+        "NVIDIA H200 NVL": f"a variant of the H200: {estimate}",
+        "NVIDIA H100 80GB HBM3": estimate,
+        "A100": "an estimate from its data sheet",
+        "foo": f"`foo` is not a known GPU (H200, H100, A100, MI300X): {estimate}",
+        "cpu": "a rough estimate of a processor",
+    }
+    for device, source in sources.items():
+        assert chosen(4096, ranks=4, device=device).reason.endswith(f"; {source}")
+        words = ["--ranks", "4", "--stage", "timeline", "--shape", "8192x3584x8192", "--device", device]
+        assert run_command(["show", "matmul_allreduce", *words]) == 0
+        assert f" of 16 bits on {device} ({source}): " in capsys.readouterr().out
+
+
+def test_on_a_topology(capsys: pytest.CaptureFixture[str]) -> None:
+    """A topology sets the links and, by its name, the GPU of the model; no table speaks of it."""
+    shape = ("all_gather_matmul", 8192, 8192, 1280)
+    here, there, other = (auto.choice(*shape, ranks=2, on=name) for name in ("h200_1x8", "dgx1", "mi300x_1x8"))
+    assert (here.device, there.device, other.device) == ("H200", "H200", "MI300X")
+    assert "no table for all_gather_matmul 8192x1280 on h200_1x8 x2: " in here.reason
+    assert there.reason.endswith("`dgx1` names no known GPU: an estimate with the figures of an H200")
+    assert other.reason.endswith("an estimate from its data sheet")
+    with pytest.raises(ArgumentError, match="`h200_2x8` has 8 GPUs on a node, not 16"):
+        auto.choice(*shape, ranks=16, on="h200_2x8")
+    with pytest.raises(ArgumentError, match="no link from rank"):
+        auto.choice(*shape, ranks=4, on="ring_8")
+
+    words = ["choice", shape[0], "8192x8192x1280", "--ranks", "2", "--on", "mi300x_1x8"]
+    assert run_command(words) == 0
+    assert other.reason in capsys.readouterr().out
+    assert run_command([*words, "--device", "H200"]) == 2
+    words = ["show", "allgather_matmul", "--ranks", "2", "--stage", "timeline", "--shape", "8192x8192x1280"]
+    assert run_command([*words, "--on", "mi300x_1x8"]) == 0
+    assert "on mi300x_1x8 (an estimate from its data sheet): " in capsys.readouterr().out
+    assert run_command([*words, "--on", "mi300x_1x8", "--device", "H200"]) == 2
+    assert "--device or --on, not both" in capsys.readouterr().err
 
 
 def test_near_ties() -> None:

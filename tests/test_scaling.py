@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,17 +149,14 @@ def test_readings(tmp_path: Path) -> None:
 
 
 def test_paper(tmp_path: Path) -> None:
-    """The two-level all-reduce on 64 nodes: two steps of each kind, and its time by hand; 512 ranks take seconds."""
+    """The two-level all-reduce on 64 nodes: two steps of each kind, and its time by hand."""
     model = fit(read(write(tmp_path)), Reading.OVERLAP)
     family = Family(Collective.ALL_REDUCE, "allreduce_two_level", (), "bulk")
-    start = time.monotonic()
     (found,) = on_paper([family], 64, model, RAIL)
-    taken = time.monotonic() - start
     base, step, gb_per_s = LAW["bulk"]
     latency = base + 2 * step + 2 * (step + 4.0 - 0.7)
     inside, across = (1 << 30) * 1.75 / gb_per_s / 1e3, (1 << 30) * 2 * 63 / 512 / 50 / 1e3
 
-    assert taken < 20
     assert found.steps == (2, 2)
     assert found.shares() == pytest.approx((1.75, 2 * 63 / 512))
     assert found.us(1 << 30, Reading.OVERLAP) == pytest.approx(latency + max(inside, across), rel=0.01)

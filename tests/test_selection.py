@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from commdsl import compiler
+from commdsl.machine import devices
 from commdsl.machine.config import from_environment
+from commdsl.machine.errors import ArgumentError
 from commdsl.machine.resources import data_dir
 from commdsl.planner.tuning import selection
 from commdsl.planner.tuning.selection import COLLECTIVES, Candidate, Measured, Row, Table, TableError
@@ -75,6 +77,53 @@ def test_default(path: Path, ranks: int, device: str, plain: bool) -> None:
     assert "no table for all_reduce" in chosen.reason
     assert chosen.reason.endswith("the stated default up to 32 KB")
     assert dict(chosen.tune)["protocol"] == ("packet" if (ranks, plain) == (8, False) else "bulk")
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "is_whole"),
+    [
+        ("H200", "H200", True),
+        ("nvidia h200", "H200", True),
+        ("NVIDIA H200", "H200", True),
+        ("NVIDIA H200 141GB HBM3e", "H200", True),
+        ("NVIDIA H200 NVL", "H200", False),
+        ("NVIDIA H100 80GB HBM3", "H100", True),
+        ("NVIDIA H100 PCIe", "H100", False),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "H100", False),
+        ("NVIDIA A100-SXM4-40GB", "A100", True),
+        ("AMD Instinct MI300X OAM", "MI300X", True),
+        ("h100_2x8", "H100", False),
+        ("NVIDIA GH200 480GB", None, False),
+        ("NVIDIA H20", None, False),
+        ("NVIDIA", None, False),
+        ("foo", None, False),
+    ],
+)
+def test_names_of_devices(name: str, known: str | None, is_whole: bool) -> None:
+    """A name is a known GPU by one of its words; makers, memory, modules and case do not count, other words do."""
+    assert devices.known(name) == known
+    assert bool(devices.doubt(name)) == (known is None)
+    assert any(devices.same(name, gpu) for gpu in devices.GPUS) == is_whole
+
+
+def test_a_device_of_another_spelling() -> None:
+    """A shipped table speaks for its GPU however that is spelt, and for no variant; an unknown GPU is named as such."""
+    tables = selection.known_tables(())
+
+    def reason(device: str) -> str:
+        return selection.choose(tables, "all_reduce", 65536, 4, device, plain=False).reason
+
+    assert reason("h200") == reason("NVIDIA H200")
+    assert "fastest of" in reason("H200")
+    assert reason("NVIDIA H200 NVL").startswith("no table for all_reduce on NVIDIA H200 NVL x4")
+    assert reason("foo").startswith("`foo` is not a known GPU (H200, H100, A100, MI300X); no table for all_reduce")
+
+
+@pytest.mark.parametrize("device", ["", "  ", "cuda", "cuda:0", 3])
+def test_no_device(device: Any) -> None:
+    """A name that cannot be a GPU's is refused."""
+    with pytest.raises(ArgumentError, match="a device is named as torch names the GPU"):
+        selection.choose((), "all_reduce", 65536, 4, device, plain=False)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 6, 8, 13])

@@ -26,7 +26,7 @@ from commdsl.ir.schedules import Schedule, Yield
 from commdsl.language.diagnostics import CommError
 from commdsl.language.kinds import BufferKind
 from commdsl.language.syntax import ScheduleDecl
-from commdsl.machine import resources
+from commdsl.machine import devices, resources
 from commdsl.machine.dtypes import BY_NAME
 from commdsl.machine.errors import ArgumentError
 
@@ -38,6 +38,9 @@ VISIT_SECONDS = 5e-6
 
 BACKWARD_FLOPS = 2.5
 """Of a backward pass, for each of the forward pass: five products of matrices, not two."""
+
+MOST_TOKENS = (1 << 31) - 1
+"""Of a sequence: pairs of them are counted in 64 bits."""
 
 NEAR_TIE = 0.02
 """A schedule that comes later in `candidates` has to be faster by more than this share."""
@@ -137,9 +140,10 @@ def choice(
     element. `window`: how many tokens a query sees before and after its own, None for any number. `backward`: count the
     gradients, too. `by_heads`: look also at schedules that exchange heads for rows, which a call does but under
     torch.compile and with fake tensors, where what they keep for the way back has to be known, and where it returns the
-    log-sum-exp. Lengths count as `coarse` says, unless a Placement is given. `device`: as torch names the GPU, or
-    "cpu"; `nodes`: by rank the number of its node, all on one unless said. `on`: a topology, shipped or in a file, in
-    place of both. Raises ArgumentError, CommError.
+    log-sum-exp. Lengths count as `coarse` says, unless a Placement is given. `device`: the GPU's name, by the rule of
+    `commdsl.machine.devices`, or "cpu"; `nodes`: by rank the number of its node, default: all on one. `on`: a topology,
+    shipped or in a file, in place of both; its GPU is the one that its name has. The reason says where the figures
+    come from: measured on the GPU, or an estimate. Raises ArgumentError, CommError.
     """
     asked = (length,) if isinstance(length, int) else length
     if not isinstance(asked, list | tuple) or not all(isinstance(one, int) and one >= 0 for one in asked):
@@ -148,13 +152,16 @@ def choice(
         if not isinstance(value, int) or value < 1:
             raise ArgumentError(f"`{name}` is a whole number from 1 on, not {value!r:.60}")
     lengths = tuple(asked)
+    if min(lengths, default=0) < 0 or max((sum(lengths), *(side or 0 for side in window or ()))) > MOST_TOKENS:
+        raise ArgumentError(f"a sequence, and a window, are of 0 to {MOST_TOKENS:,} tokens")
     lengths = coarse(lengths) if isinstance(placement, str) else lengths
     left, right = window if window is not None else (None, None)
     mask = Mask(left, 0 if causal else right)
     sizes = Sizes(lengths, heads, kv_heads or heads, head_dim, batch, itemsize, mask, placement, backward, by_heads)
     if nodes is not None and len(nodes) != ranks:
         raise ArgumentError(f"`nodes` says where {len(nodes)} ranks are; there are {ranks}")
-    machine = on_topology(on) if on is not None else of_device(device, tuple(nodes or (0,) * ranks))
+    where = devices.named(device)
+    machine = on_topology(on) if on is not None else of_device(where, tuple(nodes or (0,) * ranks))
     return choose(machine, ranks, sizes)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from commdsl import compiler
 from commdsl.cost.visits import Carrier
 from commdsl.language.kinds import LinkScope
-from commdsl.machine import resources
+from commdsl.machine import devices, resources
 from commdsl.machine.topology import Link, Topology, gigabytes, slowest
 
 Tune: TypeAlias = tuple[tuple[str, int | str], ...]
@@ -33,7 +33,8 @@ HOST = Topology("host", 1, 1, 1, (Link("memory", LinkScope.IN_NODE, 4e9, np.inf,
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A kind of device: a shipped topology with its links, the FLOP/s of an attention kernel on it and of a product of
-    large matrices of 16 bits, and the bytes a second of its memory.
+    large matrices of 16 bits, and the bytes a second of its memory. `source`: a clause that says where these figures
+    come from: a measurement, or an estimate and the data that it is made from.
     """
 
     topology: str
@@ -44,14 +45,19 @@ class Kind:
 
 
 KINDS = {
-    "H200": Kind("h200_1x8", 640e12, 720e12, 4.1e12, "measured with cuDNN"),
-    "H100": Kind("h100_1x8", 640e12, 720e12, 2.9e12, "as of an H200"),
-    "A100": Kind("a100_1x8", 200e12, 250e12, 1.7e12, "stated"),
-    "MI300X": Kind("mi300x_1x8", 500e12, 600e12, 4.5e12, "stated"),
+    "H200": Kind("h200_1x8", 640e12, 720e12, 4.1e12, "speeds as measured on an H200"),
+    "H100": Kind("h100_1x8", 640e12, 720e12, 2.9e12, "an estimate with the figures of an H200"),
+    "A100": Kind("a100_1x8", 200e12, 250e12, 1.7e12, "an estimate from its data sheet"),
+    "MI300X": Kind("mi300x_1x8", 500e12, 600e12, 4.5e12, "an estimate from its data sheet"),
 }
-"""By what the name of a device has in it; any other GPU counts as the first."""
+"""By the names of `devices.GPUS`."""
 
-HOST_KIND = Kind("host", 20e9, 20e9, 5e9, "a guess")
+DEFAULT = "H200"
+"""The GPU whose figures stand in for those of one that is not known."""
+
+STAND_IN = f"an estimate with the figures of an {DEFAULT}"
+
+HOST_KIND = Kind("host", 20e9, 20e9, 5e9, "a rough estimate of a processor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +100,12 @@ HOST_WAYS = (Way("the processor", (), 0, 1.0, 0.0, 0.0, True),)
 
 @dataclass(frozen=True, eq=False)
 class Machine:
-    """What a group runs on; there is one for each name, or device and nodes."""
+    """Hardware that a group runs on; there is one for each topology, or device and nodes. `device`: the GPU's name."""
 
     topology: Topology
     kind: Kind
     ways: tuple[Way, ...]
+    device: str
 
     @property
     def has_far(self) -> bool:
@@ -142,26 +149,40 @@ def _slowest(link: Link, peers: int) -> float:
 
 @lru_cache(maxsize=64)
 def on_topology(name: str) -> Machine:
-    """The machine of a topology, shipped or in a file. Raises CommError where there is none."""
-    topology = _topology(name)
-    kind = next((kind for key, kind in KINDS.items() if key.lower() in topology.name), next(iter(KINDS.values())))
-    return Machine(topology, kind, WAYS)
+    """Return the machine of a topology, shipped or in a file. Raises CommError where there is none of that name."""
+    return machine_on(_topology(name))
+
+
+def machine_on(topology: Topology) -> Machine:
+    """Return the machine of a topology, with the GPU that its name has (`h100_2x8`: an H100)."""
+    device = devices.known(topology.name)
+    kind = KINDS[device or DEFAULT]
+    if device is None:
+        kind = replace(kind, source=f"`{topology.name}` names no known GPU: {STAND_IN}")
+    return Machine(topology, kind, WAYS, device or DEFAULT)
 
 
 @lru_cache(maxsize=64)
 def of_device(device: str, nodes: tuple[int, ...]) -> Machine:
-    """The machine of a group: the device by torch's name, or `cpu`, and by rank the number of its node."""
+    """Return the machine of a group: the device by torch's name, or `cpu`, and by rank the number of its node.
+
+    A variant of a known GPU (`NVIDIA H200 NVL`) and a GPU that is not known have figures of another, and say so.
+    """
     count, each = _shape(nodes)
-    if device == "cpu":
+    if device == devices.CPU:
         links = HOST.links if count == 1 else (*HOST.links, NIC)
         topology = replace(HOST, num_nodes=count, gpus_per_node=each, links=links)
-        return Machine(topology, HOST_KIND, HOST_WAYS)
-    kind = next((kind for key, kind in KINDS.items() if key in device), next(iter(KINDS.values())))
+        return Machine(topology, HOST_KIND, HOST_WAYS, device)
+    known = devices.known(device)
+    kind = KINDS[known or DEFAULT]
+    if known is None:
+        kind = replace(kind, source=f"{devices.doubt(device)}: {STAND_IN}")
+    elif not devices.same(known, device):
+        kind = replace(kind, source=f"a variant of the {known}: an estimate with the figures of an {known}")
     near = _topology(kind.topology)
     links = near.links if count == 1 else (*near.links, NIC)
-    name = kind.topology.partition("_")[0]
-    topology = replace(near, name=name, num_nodes=count, gpus_per_node=each, links=links)
-    return Machine(topology, kind, WAYS)
+    topology = replace(near, name=(known or "gpu").lower(), num_nodes=count, gpus_per_node=each, links=links)
+    return Machine(topology, kind, WAYS, device)
 
 
 def _shape(nodes: Sequence[int]) -> tuple[int, int]:

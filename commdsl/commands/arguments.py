@@ -52,7 +52,7 @@ class Target:
 def product_shape(text: str) -> tuple[int, int, int]:
     """Rows of all ranks, depth and columns: `8192x4096x1024`."""
     match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
-    if match is None:
+    if match is None or not all(map(int, match.groups())):
         raise UsageError(f"a product is of rows, depth and columns as in 8192x4096x1024, not `{text}`")
     rows, depth, columns = map(int, match.groups())
     return rows, depth, columns
@@ -186,6 +186,8 @@ def named(
     places: tuple[Place, ...], params: Params, schedule: str | None
 ) -> tuple[tuple[Path, ...], Params, str | None]:
     """Files, parameters, and the one declaration that is asked for, by --schedule or as FILE.comm:NAME."""
+    if schedule is not None and not (schedule and places):
+        raise UsageError("--schedule names a declaration of a FILE, and there is no file, or an empty name")
     names = {place.name for place in places if place.name is not None} | ({schedule} if schedule else set())
     if len(names) > 1 or (names and schedule is None and len(places) > 1):
         raise UsageError("one declaration of one file at a time, or all of several files")
@@ -211,8 +213,35 @@ def target(ranks: str | None, on: str | None, params: Params, tune: Iterable[str
 
 
 def parse_on(text: str | None) -> str | None:
-    """A topology's name, or that of a file that is there: `box.comm`, `box.comm:name`."""
-    file, _ = resources.split_place(text or "")
-    if file.endswith(resources.SUFFIX) and not Path(file).is_file():
-        raise UsageError(f"--on: {_nothing_there(file)}")
-    return text
+    """Return a topology's name, or a place in a file: `box.comm`, `box.comm:name`.
+
+    Raises UsageError where the name is empty, or there is no such file; names the nearest files and shipped topologies.
+    """
+    if text is None:
+        return None
+    file, _ = resources.split_place(text)
+    if not file or file.isspace():
+        raise UsageError("--on expects the name of a topology, such as h200_2x8, or a .comm file; got an empty one")
+    if not file.endswith(resources.SUFFIX) or Path(file).is_file():
+        return text
+    if Path(file).is_dir():
+        raise UsageError(f"--on {text}: {file} is a folder")
+    here = [one for one in Path(file).parent.glob(f"*{resources.SUFFIX}") if _has_topology(one)]
+    own = get_close_matches(Path(file).stem, [one.stem for one in here], n=1)
+    shipped = [one.stem for one in resources.shipped_files() if one.parent.name == "topologies"]
+    near = [str(Path(file).with_name(f"{name}{resources.SUFFIX}")) for name in own] + get_close_matches(
+        Path(file).stem, shipped, n=1
+    )
+    hint = f"did you mean {near[0]}?" if near else f"shipped topologies: {', '.join(shipped)}"
+    raise UsageError(f"--on {text}: no such file: {file}; {hint}")
+
+
+def _has_topology(path: Path) -> bool:
+    """Return whether a file seems to declare a topology."""
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            return b"topology" in file.read(1 << 16)
+    except OSError:
+        return False

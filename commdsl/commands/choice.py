@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import re
 
+from commdsl import compiler
 from commdsl.attention import auto
 from commdsl.commands import output
-from commdsl.commands.arguments import UsageError, product_shape
+from commdsl.commands.arguments import UsageError, parse_on, product_shape
 from commdsl.commands.doctor import query_nvidia
+from commdsl.commands.jobs import topology_of
 from commdsl.commands.output import Exit
+from commdsl.machine import devices
 from commdsl.machine.config import from_environment
 from commdsl.machine.errors import ArgumentError
 from commdsl.overlap import auto as products
@@ -22,7 +25,7 @@ from commdsl.planner.tuning import selection
 def choice(collective: str, nbytes: int, ranks: int, device: str | None, *, as_json: bool) -> Exit:
     """Prints the schedule with its tuning on one line, the reason on the next."""
     config = from_environment()
-    where = device or this_device()
+    where = this_device() if device is None else device
     plain = config.has_far
     try:
         tables = selection.known_tables(config.tables)
@@ -33,16 +36,18 @@ def choice(collective: str, nbytes: int, ranks: int, device: str | None, *, as_j
     return tell(found, said, as_json=as_json)
 
 
-def product(operator: str, shape: str, ranks: int, device: str | None, *, is_float8: bool, as_json: bool) -> Exit:
+def product(
+    operator: str, shape: str, ranks: int, device: str | None, *, is_float8: bool, on: str | None, as_json: bool
+) -> Exit:
     """As `choice`, of `8192x4096x1024`: rows of all ranks, depth and columns."""
     rows, depth, columns = product_shape(shape)
-    where = device or this_device()
+    where, on = device_of(device, on), checked_on(on)
     try:
-        found = products.choice(operator, rows, depth, columns, ranks=ranks, device=where, is_float8=is_float8)
+        found = products.choice(operator, rows, depth, columns, ranks=ranks, device=where, is_float8=is_float8, on=on)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    said = {"operator": operator, "rows": rows, "depth": depth, "columns": columns, "ranks": ranks, "device": where}
-    said |= {"float8": is_float8}
+    said = {"operator": operator, "rows": rows, "depth": depth, "columns": columns, "ranks": ranks}
+    said |= {"device": found.device, "on": on, "float8": is_float8}
     return tell(found, said, as_json=as_json)
 
 
@@ -72,9 +77,8 @@ def attention(
     as_json: bool,
 ) -> Exit:
     """Prints what `schedule="auto"` runs on one line, the reason on the next, then what else was looked at."""
-    if device is not None and on is not None:
-        raise UsageError("--device or --on, not both")
-    (query, key), length = counts(heads or "32:8"), tokens(size)
+    where = device_of(device, on)
+    (query, key), length = counts("32:8" if heads is None else heads), tokens(size)
     try:
         found = auto.choice(
             length,
@@ -84,10 +88,10 @@ def attention(
             kv_heads=key,
             causal=causal,
             window=None if window is None else sides(window),
-            placement=placement or "zigzag",
+            placement="zigzag" if placement is None else placement,
             backward=backward,
-            device=device or this_device(),
-            on=on,
+            device=where,
+            on=checked_on(on),
         )
     except ArgumentError as error:
         raise UsageError(str(error)) from error
@@ -130,7 +134,23 @@ def sides(window: str) -> tuple[int | None, int | None]:
     return left, right
 
 
+def device_of(device: str | None, on: str | None) -> str:
+    """Return the device of a model: the named one, or this machine's; a topology stands in place of both.
+
+    Raises UsageError where both --device and --on are given.
+    """
+    if device is not None and on is not None:
+        raise UsageError("--device or --on, not both: a topology's name says its GPU, as in h100_2x8")
+    return device if device is not None else devices.CPU if on is not None else this_device()
+
+
+def checked_on(on: str | None) -> str | None:
+    """Return the name of a topology as it is. Raises UsageError where there is none of that name."""
+    topology_of((), parse_on(on), compiler.DEFAULT_RANKS)
+    return on
+
+
 def this_device() -> str:
-    """The first GPU by the driver's own tool, else the processor."""
+    """Return the name of the first GPU by the driver's own tool, else the processor."""
     names = query_nvidia("--query-gpu=name", "--format=csv,noheader")
-    return names[0].strip() if names else selection.PLAIN_DEVICE
+    return names[0].strip() if names else devices.CPU

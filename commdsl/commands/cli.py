@@ -5,8 +5,8 @@ Assumes the commands in `commands`, which are imported only when called. Does no
 
 from __future__ import annotations
 
-import errno
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,7 +24,7 @@ from commdsl.commands.arguments import (
     split_words,
     target,
 )
-from commdsl.commands.failures import short_of_memory, unexpected
+from commdsl.commands.failures import of_system, short_of_memory, unexpected
 from commdsl.commands.options import (
     HOW,
     TORCHRUN,
@@ -36,6 +36,8 @@ from commdsl.commands.options import (
     of_attention,
     only_check,
     option,
+    text_to_write,
+    to_draw,
     to_write,
     usage_text,
     where,
@@ -44,12 +46,14 @@ from commdsl.commands.options import (
 from commdsl.commands.output import Exit, close_stdout, show_diagnostics, tell
 from commdsl.language.diagnostics import CommError
 from commdsl.machine import resources
+from commdsl.machine.config import SettingWarning, unread
 from commdsl.machine.errors import Error
 
 Words: TypeAlias = tuple[str, ...]
 Text: TypeAlias = str | None
 
 FILES = "FILE... [NAME=VALUE]..."
+ROWS = click.IntRange(1, (1 << 31) - 1)
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -83,11 +87,11 @@ def list_(as_json: bool) -> Exit:
 @option("--concise", is_flag=True, help="One line per diagnostic.")
 @as_json
 def check(words: Words, concise: bool, as_json: bool, **chosen: Any) -> Exit:
-    """Prove every schedule, plan and dispatch of the files, or of all .comm files below a folder, or show every fault
-    in them.
-    """
+    """Prove all that the files, or all .comm files below a folder, declare, or show every fault in them."""
     from commdsl.commands.check import check
 
+    if concise and as_json:
+        raise UsageError("--concise is one line a diagnostic, --json has all of each: one of the two")
     files, params, name = files_and_params(in_folders(words), chosen["schedule"])
     return check(files, aim(chosen, params), name, as_json=as_json, concise=concise)
 
@@ -100,14 +104,12 @@ def check(words: Words, concise: bool, as_json: bool, **chosen: Any) -> Exit:
     type=click.Choice(["syntax", "ir", "plan", "cuda", "host", "timeline"]),
     default="ir",
     show_default=True,
-    help="Which.",
+    help="Which; `syntax` is the text as written, for any --ranks, --on, --tune and parameters.",
 )
 @where
 @option("--shape", section=WHAT, metavar="MxKxN", help="Of a timeline: rows of all ranks, depth, columns.")
-@option(
-    "--device", section=WHAT, metavar="NAME", help="Of a timeline; as torch names the GPU, this machine's unless said."
-)
-@option("--svg", type=to_write, metavar="FILE", help="Draw who sends what to whom, of plans.")
+@option("--device", section=WHAT, metavar="NAME", help="Of a timeline: the GPU; default: --on's or this one.")
+@option("--svg", type=to_draw, metavar="FILE", help="Draw who sends what to whom, of plans.")
 @as_json
 def show(words: Words, stage: str, svg: Path | None, as_json: bool, shape: Text, device: Text, **chosen: Any) -> Exit:
     """Print one stage of a file; of dispatch plans who sends what to whom, and how even the loads are; of products
@@ -117,12 +119,12 @@ def show(words: Words, stage: str, svg: Path | None, as_json: bool, shape: Text,
     from commdsl.commands.timeline import timeline
 
     file, params, name = file_and_params(words, chosen["schedule"])
-    if (stage == "timeline") != (shape is not None) or (device is not None and shape is None) or (shape and svg):
-        raise UsageError(
-            "--stage timeline has a --shape as in 8192x4096x1024, and perhaps a --device; nothing else has"
-        )
-    if shape is not None:
+    if stage == "timeline":
+        if shape is None or svg is not None:
+            raise UsageError(f"--stage timeline {'has no --svg' if svg else 'has a --shape as in 8192x4096x1024'}")
         return timeline(file, aim(chosen, params), name, shape, device, as_json=as_json)
+    if shape is not None or device is not None:
+        raise UsageError(f"--{'device' if shape is None else 'shape'} is for --stage timeline, not for {stage}")
     return show(file, aim(chosen, params), name, Stage(stage), svg=svg, as_json=as_json)
 
 
@@ -150,15 +152,15 @@ def show(words: Words, stage: str, svg: Path | None, as_json: bool, shape: Text,
     section=HOW,
     default=128,
     show_default=True,
-    type=click.IntRange(1),
+    type=ROWS,
     metavar="TOKENS",
     help="Of a shard.",
 )
-@option("--queries", section=HOW, type=click.IntRange(1), metavar="ROWS", help="The most that a rank may receive.")
-@option("--keys", section=HOW, type=click.IntRange(1), metavar="ROWS", help="The most that a rank may receive.")
+@option("--queries", section=HOW, type=ROWS, metavar="ROWS", help="The most that a rank may receive.")
+@option("--keys", section=HOW, type=ROWS, metavar="ROWS", help="The most that a rank may receive.")
 @option("--relay", section=HOW, is_flag=True, help="Ranks without a link may send to each other, through others.")
-@option("--out", "-o", type=to_write, metavar="FILE", help="Where to; printed unless said.")
-@option("--svg", type=to_write, metavar="FILE", help="Draw the plan.")
+@option("--out", "-o", type=text_to_write, metavar="FILE", help="Where to; printed unless said.")
+@option("--svg", type=to_draw, metavar="FILE", help="Draw the plan.")
 @as_json
 def plan(words: Words, out: Path | None, svg: Path | None, as_json: bool, **chosen: Any) -> Exit:
     """Balance attention: from document LENGTHS (numbers; files as text, CSV, JSON; or a plan) to a dispatch plan."""
@@ -172,7 +174,7 @@ def plan(words: Words, out: Path | None, svg: Path | None, as_json: bool, **chos
 @option("--on", section=WHAT, metavar="TOPOLOGY", help="A shipped topology, or a .comm file with one; needed.")
 @option("--root", section=WHAT, type=click.IntRange(0), metavar="RANK", help="Of a broadcast or reduce; 0 unless said.")
 @option("--name", section=WHAT, metavar="NAME", help="Of the schedule; COLLECTIVE_TOPOLOGY unless said.")
-@option("--out", "-o", type=to_write, metavar="FILE", help="Where to; printed unless said.")
+@option("--out", "-o", type=text_to_write, metavar="FILE", help="Where to; printed unless said.")
 @as_json
 def synth(collective: str, out: Path | None, as_json: bool, **chosen: Any) -> Exit:
     """Write a schedule for a machine that no shipped one fits: allgather, reduce_scatter, allreduce, broadcast, reduce.
@@ -218,7 +220,7 @@ def compile(words: Words, out: Path | None, only_check: bool, as_json: bool, **c
 @option("--profile", section=HOW, is_flag=True, help="When each rank worked, waited and sent, by time stamps.")
 @option(
     "--svg",
-    type=to_write,
+    type=to_draw,
     metavar="FILE",
     help="Draw the machine with its busiest links and the steps, or the cycles of a rotation.",
 )
@@ -247,7 +249,7 @@ def fmt(words: Words, only_check: bool, as_json: bool) -> Exit:
     from commdsl.commands.fmt import fmt
 
     for word in words:
-        if word != "-" and not Path(word).is_dir():
+        if not word or (word != "-" and not Path(word).is_dir()):
             arguments.place_of(word)
     return fmt(tuple(map(Path, words)), check=only_check, as_json=as_json)
 
@@ -280,7 +282,7 @@ def tune(words: Words, collectives: str, sizes: str, factor: int, output: Path |
 @option(
     "--ranks", section=WHAT, type=click.IntRange(1), required=True, metavar="N", help="The size of the group; needed."
 )
-@option("--device", section=WHAT, metavar="NAME", help="As torch names the GPU; this machine's unless said.")
+@option("--device", section=WHAT, metavar="NAME", help="The GPU: H200, NVIDIA H200; default: this machine's.")
 @option("--float8", section=WHAT, is_flag=True, help="Of a product: factors with a scale each.")
 @of_attention
 @as_json
@@ -298,12 +300,13 @@ def choice(collective: str, size: str, ranks: int, device: Text, float8: bool, a
         raise UsageError(f"--float8 is for a product, not for {collective}")
     if collective == "attention":
         return attention(size, ranks, device, as_json=as_json, **sizes)
-    if given := [name for name, value in sizes.items() if value]:
-        raise UsageError(f"--{given[0].replace('_', '-')} is for `attention`, not for {collective}")
     if collective not in (*COLLECTIVES, *PRODUCTS):
         raise UsageError(f"expected one of {', '.join((*COLLECTIVES, *PRODUCTS))} or attention, got `{collective}`")
+    on = sizes.pop("on") if collective in PRODUCTS else None
+    if given := [name for name, value in sizes.items() if value not in (None, False)]:
+        raise UsageError(f"--{given[0].replace('_', '-')} is for `attention`, not for {collective}")
     if collective in PRODUCTS:
-        return product(collective, size, ranks, device, is_float8=float8, as_json=as_json)
+        return product(collective, size, ranks, device, is_float8=float8, on=on, as_json=as_json)
     return choice(collective, arguments.parse_bytes(size, "SIZE"), ranks, device, as_json=as_json)
 
 
@@ -348,7 +351,7 @@ def cache(clear: bool, as_json: bool) -> Exit:
 
 @app.command(cls=Grouped, example="new allreduce my_first.comm")
 @click.argument("kind")
-@click.argument("file", required=False, type=to_write)
+@click.argument("file", required=False, type=text_to_write)
 @as_json
 def new(kind: str, file: Path | None, as_json: bool) -> Exit:
     """Write a commented .comm file to start from: of a collective (allreduce, rotation, ...), a plan or a dispatch."""
@@ -361,23 +364,25 @@ def aim(chosen: dict[str, Any], params: Params) -> arguments.Target:
     return target(chosen["ranks"], chosen["on"], params, chosen["tune"])
 
 
-# --- how it ends ------------------------------------------------------------------------------------------------------
-
-
 def run_command(words: Sequence[str]) -> int:
-    """The exit code of a command line; nothing escapes."""
+    """The exit code of a command line; nothing escapes. Variables that are no settings are named once, before it."""
+    for said in unread().values():
+        tell(f"warning: {said}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SettingWarning)
+        return exit_code(words)
+
+
+def exit_code(words: Sequence[str]) -> int:
     try:
         code = app.main(list(words) or ["--help"], prog_name="commdsl", standalone_mode=False)
         sys.stdout.flush()
         return int(code or Exit.FINE) if words else int(Exit.USAGE)
-    except (UsageError, click.UsageError) as error:
-        tell(f"usage: {usage_text(error)}")
-        return int(Exit.USAGE)
     except CommError as error:
         show_diagnostics(error.diagnostics)
         return int(Exit.DIAGNOSTICS)
-    except Error as error:
-        tell(f"usage: {error}")
+    except (Error, UsageError, click.UsageError) as error:
+        tell(f"usage: {error if isinstance(error, Error) else usage_text(error)}")
         return int(Exit.USAGE)
     except (KeyboardInterrupt, click.Abort):
         tell("interrupted")
@@ -388,10 +393,6 @@ def run_command(words: Sequence[str]) -> int:
     except MemoryError as error:
         return short_of_memory(str(error))
     except OSError as error:
-        if error.errno == errno.ENOMEM:
-            return short_of_memory(error.strerror or str(error))
-        close_stdout()  # what is left of it may be what cannot be written
-        tell(f"usage: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}")
-        return int(Exit.USAGE)
+        return of_system(error)
     except Exception:
         return unexpected(words)

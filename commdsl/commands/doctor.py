@@ -23,7 +23,7 @@ from commdsl.commands import output
 from commdsl.commands.output import Exit
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine import cache, resources
-from commdsl.machine.config import Config, from_environment
+from commdsl.machine.config import Config, from_environment, unread
 from commdsl.machine.errors import ConfigError, Error, MissingToolError
 from commdsl.machine.printable import printable
 from commdsl.machine.private import work_folder
@@ -39,6 +39,7 @@ UNSEEN = "PEER TO PEER is off, or the GPUs hang on different roots: see `nvidia-
 class State(StrEnum):
     OK = "ok"
     MISSING = "missing"
+    IGNORED = "ignored"
     BROKEN = "broken"
 
 
@@ -73,12 +74,13 @@ def doctor(*, as_json: bool) -> Exit:
 def show(found: list[Finding]) -> None:
     """A line each, then what to do."""
     marks = {State.OK: output.style("✓", "good"), State.MISSING: output.style("·", "faint")}
-    marks[State.BROKEN] = output.style("✗", "bad")
+    marks |= {State.BROKEN: output.style("✗", "bad"), State.IGNORED: output.style("!", "bad")}
     width = max(len(finding.name) for finding in found)
     for finding in found:
         state = "" if finding.state is State.OK else f"{finding.state}: "
         output.say(f"{marks[finding.state]} {finding.name:<{width}}  {state}{printable(finding.seen)}", styled=True)
-    for state, title in ((State.BROKEN, "To mend what is broken:"), (State.MISSING, "To get what is missing:")):
+    titles = {State.BROKEN: "To mend what is broken:", State.IGNORED: "To mend what is ignored:"}
+    for state, title in (titles | {State.MISSING: "To get what is missing:"}).items():
         rows = [finding for finding in found if finding.state is state]
         if rows:
             output.say(f"\n{title}")
@@ -87,14 +89,14 @@ def show(found: list[Finding]) -> None:
 
 
 def settings_of_process() -> tuple[Config, list[Finding]]:
-    """The settings, and those that are none: then the rest is tried without any."""
+    """Return the settings, and what is wrong with them: with one that cannot be read the rest is tried without any."""
     purpose = "set what README.md lists"
+    ignored = [Finding(name, State.IGNORED, seen, purpose, "unset it") for name, seen in unread().items()]
     try:
-        return from_environment(), [Finding("settings", State.OK, "every variable can be read", purpose)]
+        return from_environment(), [Finding("settings", State.OK, "every variable can be read", purpose), *ignored]
     except ConfigError as error:
-        return from_environment({}), [
-            Finding("settings", State.BROKEN, str(error), purpose, "set it anew, or unset it")
-        ]
+        found = Finding("settings", State.BROKEN, str(error), purpose, "set it anew, or unset it")
+        return from_environment({}), [found, *ignored]
 
 
 def guarded(name: str, probe: Callable[[Config], Iterator[Finding]], config: Config) -> Iterator[Finding]:
@@ -233,15 +235,27 @@ def said(error: Exception) -> str:
     return str(error).split("\n")[0].partition("]: ")[2] or str(error).split("\n")[0]
 
 
+PACKAGES = (
+    ("torch", "torch", "call schedules as torch ops", "torch"),
+    ("CuPy", "cupy-cuda13x", "load kernels on the GPU", "cuda"),
+    ("nvshmem4py", "nvshmem4py-cu13", "reach GPUs of other machines", "cuda"),
+    ("NVSHMEM", "nvidia-nvshmem-cu13", "reach GPUs of other machines", "cuda"),
+    ("cuda-bindings", "cuda-bindings", "share memory between GPUs", "cuda"),
+    ("CUDA headers", "nvidia-cuda-runtime", "build kernels for the GPU (needs none)", "cuda"),
+    ("CCCL headers", "nvidia-cuda-cccl", "build kernels for the GPU (needs none)", "cuda"),
+    ("ziglang", "ziglang", "run emitted kernels on host ranks where no other C++ compiler is installed", "cxx"),
+    ("scipy", "scipy", "prove lower bounds of time on any machine, and synthesise schedules (commdsl synth)", "bounds"),
+    ("pygls", "pygls", "answer editors (commdsl lsp)", "lsp"),
+)
+"""Name, package, purpose and extra of every package that an extra installs. NVRTC and nvJitLink are tried instead, and
+those of the extra `test` serve the tests alone.
+"""
+
+
 def probe_packages(config: Config) -> Iterator[Finding]:
-    rows = (
-        ("torch", "torch", "call schedules as torch ops", "pip install 'commdsl[torch]'"),
-        ("CuPy", "cupy-cuda13x", "load kernels on the GPU", CUDA),
-        ("nvshmem4py", "nvshmem4py-cu13", "reach GPUs of other machines", CUDA),
-        ("NVSHMEM", "nvidia-nvshmem-cu13", "reach GPUs of other machines", CUDA),
-        ("cuda-bindings", "cuda-bindings", "share memory between GPUs", CUDA),
-    )
-    for name, package, purpose, install in rows:
+    """Whether the packages of the extras are installed, and what each is for."""
+    for name, package, purpose, extra in PACKAGES:
+        install = f"pip install 'commdsl[{extra}]'"
         try:
             yield Finding(name, State.OK, f"{importlib.metadata.version(package)} is installed", purpose)
         except importlib.metadata.PackageNotFoundError:

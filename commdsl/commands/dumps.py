@@ -18,6 +18,7 @@ from commdsl.ir.words import step_words
 from commdsl.language.source import Source, Span
 from commdsl.language.syntax import File, Node
 from commdsl.machine.printable import printable
+from commdsl.machine.topology import Topology
 
 
 def syntax_text(files: tuple[File, ...]) -> str:
@@ -61,13 +62,7 @@ def atom(value: object) -> str:
 def ir_text(schedule: Schedule) -> str:
     """The resolved schedule: buffers, contracts, cycles, then every step with the rows of its statements."""
     params = "".join(f" {name}={value}" for name, value in schedule.params)
-    topology = schedule.topology
-    lines = [
-        f"schedule {schedule.name} for {schedule.num_ranks} ranks{params}",
-        f"topology {topology.words}",
-    ]
-    for link in topology.links:
-        lines.append(f"  link {link.words}")
+    lines = [f"schedule {schedule.name} for {schedule.num_ranks} ranks{params}", *machine_lines(schedule.topology)]
     for buffer in schedule.buffers:
         own = (f", {word} {name}" for word, name in (("of", buffer.element), ("like", buffer.like)) if name)
         shape = f"{buffer.blocks} blocks cut into {buffer.cut}"
@@ -82,6 +77,26 @@ def ir_text(schedule: Schedule) -> str:
     for step in schedule.steps:
         number += isinstance(step, Step)
         lines += step_lines(schedule, number, step)
+    return "\n".join(lines)
+
+
+def machine_lines(topology: Topology) -> Iterator[str]:
+    """A topology and its classes of links."""
+    yield f"topology {topology.words}"
+    for link in topology.links:
+        yield f"  link {link.words}"
+
+
+def topology_text(topology: Topology) -> str:
+    """A topology with every pair of GPUs that a link is declared for, and every pair of ranks that is an exception."""
+    lines = list(machine_lines(topology))
+    for link in topology.links:
+        if link.pairs is not None:
+            joined = " ".join(f"{source}->{dest}" for source, dest in link.pairs.tolist())
+            lines.append(f"  {link.name} joins GPUs of a node: {joined}")
+    lines += [f"  missing: rank {source} -> {dest}" for source, dest in sorted(topology.missing)]
+    lines += [f"  degraded: rank {source} -> {dest} {left / 1e9:g} GB/s" for source, dest, left in topology.degraded]
+    lines.append(f"ranks {topology.num_ranks}: rank = node * {topology.gpus_per_node} + gpu")
     return "\n".join(lines)
 
 

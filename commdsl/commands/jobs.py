@@ -20,10 +20,13 @@ from commdsl.language.records import dataclass
 from commdsl.language.syntax import File, PlanDecl, ScheduleDecl
 from commdsl.language.text import standard_input, text_of
 from commdsl.machine import resources
-from commdsl.machine.topology import switch
+from commdsl.machine.topology import Topology, switch
 
 NOT_ADMITTED = "C501"
 """The code of a rank count that a declaration's `where` leaves out."""
+
+UNKNOWN_TOPOLOGY = "C192"
+"""The code of a topology's name that nothing declares."""
 
 
 MOST_NEAR = 64
@@ -82,8 +85,9 @@ def read(path: Path) -> tuple[File, ...]:
 
 
 def jobs_of(path: Path, files: tuple[File, ...], target: Target, name: str | None = None) -> tuple[Job, ...]:
-    """As `read_jobs`, for one file that was read already. Its topologies are read in any case."""
+    """As `read_jobs`, for one file that was read already. Its topologies, and that of --on, are read in any case."""
     resolve.topologies(files)
+    topology_of(files, target.on, compiler.DEFAULT_RANKS)
     first = {(type(decl), decl.name.text): decl for decl in reversed(compiler.declarations(files))}
     if name is not None:
         compiler.choose(files, name)
@@ -92,6 +96,20 @@ def jobs_of(path: Path, files: tuple[File, ...], target: Target, name: str | Non
     for decl in wanted:
         refuse_many(files, decl, counts[decl.name.text], target)
     return tuple(Job(path, files, decl, ranks) for decl in wanted for ranks in counts[decl.name.text])
+
+
+def topology_of(files: tuple[File, ...], on: str | None, ranks: int) -> Topology:
+    """Return the topology that --on names, of the files or shipped; without a name one flat switch.
+
+    Raises UsageError where there is none of that name: the option is at fault, and no place in a file.
+    """
+    try:
+        return compiler.find_topology(files or compiler.read_text("", "--on", Path()), on, ranks)
+    except CommError as error:
+        fault = error.diagnostics[0]
+        if fault.code != UNKNOWN_TOPOLOGY:
+            raise
+        raise UsageError(f"--on {on}: {fault.headline}; {fault.help or fault.primary.text}") from error
 
 
 def rank_counts(files: tuple[File, ...], decl: Declaration, target: Target) -> tuple[int, ...]:
@@ -130,6 +148,9 @@ def prove(job: Job, target: Target, *, emit: bool = False) -> Outcome:
 
 def prove_all(jobs: Iterable[Job], target: Target, *, emit: bool = False) -> Iterator[Outcome]:
     """The outcomes in order. In a sweep a declaration may leave numbers of ranks out, but not all of them."""
+    jobs = tuple(jobs)
+    if all(isinstance(job.decl, PlanDecl) for job in jobs):
+        refuse_tuned(jobs, target)
     last_left_out: dict[tuple[Path, str], Outcome] = {}
     admitted: set[tuple[Path, str]] = set()
     for job in jobs:
@@ -143,6 +164,16 @@ def prove_all(jobs: Iterable[Job], target: Target, *, emit: bool = False) -> Ite
     for key, outcome in last_left_out.items():
         if key not in admitted:
             yield outcome
+
+
+def refuse_tuned(plans: tuple[Job, ...], target: Target) -> None:
+    """Raise UsageError for what says nothing of plans: parameters, --tune, and another number of ranks than theirs."""
+    given = [f"{key}={value}" for key, value in target.params] + [f"--tune {key}={value}" for key, value in target.tune]
+    if given:
+        raise UsageError(f"no schedule or dispatch is here, and nothing else has parameters or is tuned: {given[0]}")
+    if target.ranks is not None and not target.is_sweep:
+        for plan in (plan for plan in plans if plan.ranks not in target.ranks):
+            raise UsageError(f"`{plan.name}` is for {plan.ranks} ranks: leave --ranks out")
 
 
 def merge(outcomes: Iterable[Outcome]) -> tuple[Diagnostic, ...]:

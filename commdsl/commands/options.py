@@ -132,7 +132,13 @@ def words(what: str) -> Callable[[Command], Command]:
 
 
 class Target(click.Path):
-    """A file to write: in a folder that is there, so that no work is done for one that is not."""
+    """A file to write: in a folder that is there, so that no work is done for one that is not. `suffixes`: those that
+    its name may have; any unless said.
+    """
+
+    def __init__(self, *suffixes: str) -> None:
+        super().__init__(path_type=Path)
+        self.suffixes = suffixes
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
@@ -140,10 +146,16 @@ class Target(click.Path):
             raise UsageError(f"{path}: there is no folder {path.parent}")
         if path.is_dir():
             raise UsageError(f"{path} is a folder, expected a file to write")
+        if self.suffixes and path.suffix.lower() not in self.suffixes:
+            option = param.opts[0] if isinstance(param, click.Option) else "FILE"
+            raise UsageError(f"{option} {path}: expected a name that ends in {self.suffixes[0]}")
         return path
 
 
-to_write = Target(path_type=Path)
+to_write = Target()
+to_draw = Target(".svg")
+"""Pictures are SVG, whatever their name says."""
+text_to_write = Target(resources.SUFFIX, "")
 as_json = option("--json", "as_json", is_flag=True, help="One JSON value on standard output.")
 only_check = option("--check", "only_check", is_flag=True, help="Write nothing; fail where a file would change.")
 where = together(
@@ -179,5 +191,5 @@ of_attention = together(
     option("--window", section=WHAT, metavar="L,R", help="How many tokens before and after; * for any number."),
     option("--placement", section=WHAT, metavar="NAME", help="zigzag or contiguous; zigzag unless said."),
     option("--backward", section=WHAT, is_flag=True, help="Count the gradients, too."),
-    option("--on", section=WHAT, metavar="TOPOLOGY", help="Instead of a device: shipped, or MY_BOX.comm[:NAME]."),
+    option("--on", section=WHAT, metavar="TOPOLOGY", help="Instead of a device, for attention and products."),
 )

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from commdsl import compiler
 from commdsl.commands.arguments import Target, UsageError
-from commdsl.commands.jobs import Job
+from commdsl.commands.jobs import Job, topology_of
 from commdsl.commands.output import count, style, tell
 from commdsl.cost.draw_machine import Groups
 from commdsl.ir.plans import DispatchPlan, Piece
@@ -301,7 +300,7 @@ def machine(files: tuple[File, ...], target: Target, plan: DispatchPlan) -> Topo
     """The topology asked for, which has the plan's ranks: a plan is for one number of them."""
     if target.ranks not in (None, (plan.num_ranks,)):
         raise UsageError(f"`{plan.name}` is for {plan.num_ranks} ranks: leave --ranks out")
-    found = compiler.find_topology(files, target.on, plan.num_ranks)
+    found = topology_of(files, target.on, plan.num_ranks)
     if found.num_ranks != plan.num_ranks:
         raise UsageError(f"`{plan.name}` is for {plan.num_ranks} ranks, `{found.name}` has {found.num_ranks}")
     return found

@@ -1,24 +1,35 @@
 """Turns a file into the text of one stage: what was written, what it means, what is launched, what is compiled.
 
 Assumes nothing of the file; a fault found on the way is shown instead. Does not fold; `run` has the timeline. What a
-dispatch plan means is a table and a picture (`plan_view`), and it has no later stage.
+dispatch plan means is a table and a picture (`plan_view`), and it has no later stage; nor has a topology.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 
+from commdsl import compiler
 from commdsl.commands import dump_plans, dumps, output
 from commdsl.commands.arguments import Target, UsageError
-from commdsl.commands.jobs import Job, Outcome, jobs_of, merge, prove_all, read, some
+from commdsl.commands.jobs import Job, Outcome, jobs_of, merge, prove_all, read, some, topology_of
 from commdsl.commands.output import Exit
-from commdsl.compiler import CheckedDispatch, CheckedPlan, CheckedSchedule, CompiledDispatch, CompiledSchedule
+from commdsl.compiler import (
+    CheckedDispatch,
+    CheckedPlan,
+    CheckedSchedule,
+    CompiledDispatch,
+    CompiledSchedule,
+    Declaration,
+)
+from commdsl.ir import resolve
 from commdsl.language import diagnostics
 from commdsl.language.diagnostics import CommError
 from commdsl.language.records import dataclass
-from commdsl.language.syntax import PlanDecl
+from commdsl.language.syntax import File, PlanDecl, TopologyDecl
+from commdsl.machine.topology import Topology
 from commdsl.program.plan import Plan
 
 
@@ -42,16 +53,25 @@ def show(path: Path, target: Target, name: str | None, stage: Stage, *, svg: Pat
     """Prints one stage of every declaration of a file, for every number of ranks asked for."""
     try:
         files = read(path)
+        topologies = resolve.topologies(files[:1])
+        named = {key: found for key, found in topologies.items() if name in (None, key)}
         if stage is Stage.SYNTAX:
-            text = dumps.syntax_text(files)
-            if as_json:
-                output.say_json({"file": str(path), "stage": stage.value, "text": text})
-            else:
-                output.say_text(f"{text}\n")
+            if svg is not None:
+                raise UsageError("--svg draws what a dispatch plan means; --stage syntax is text alone")
+            topology_of(files, target.on, compiler.DEFAULT_RANKS)
+            kept = files if name is None else (of_name(files, name, named),)
+            text, facts = _facts(path, stage, {}, dumps.syntax_text(kept))
+            output.say_json(facts) if as_json else output.say_text(f"{text}\n")
             return Exit.FINE
-        jobs = jobs_of(path, files, target, name)
+        jobs = () if name in topologies else jobs_of(path, files, target, name)
     except CommError as error:
         return fail(error.diagnostics, as_json=as_json)
+    if not jobs and named:
+        refuse_given(target, svg, "a topology is shown")
+        if stage is not Stage.IR:
+            raise UsageError(f"a topology has the stages syntax and ir, not {stage.value}")
+        machines = [(key, dumps.topology_text(found)) for key, found in named.items()]
+        return tell([Page(*_facts(path, stage, {"topology": key}, text)) for key, text in machines], as_json=as_json)
     some(jobs, "show")
     jobs = with_stage(jobs, stage, svg)
     outcomes = tuple(prove_all(jobs, target, emit=stage is not Stage.IR))
@@ -59,13 +79,35 @@ def show(path: Path, target: Target, name: str | None, stage: Stage, *, svg: Pat
     if failed:
         return fail(merge(failed), as_json=as_json)
     plans = sum(outcome.job.kind == "plan" for outcome in outcomes)
-    pages = [page(outcome, target, stage, svg_of(outcome.job, svg, plans)) for outcome in outcomes]
+    tell([page(outcome, target, stage, svg_of(outcome.job, svg, plans)) for outcome in outcomes], as_json=as_json)
+    if not as_json:
+        output.show_diagnostics(merge(outcomes))
+    return Exit.FINE
+
+
+def tell(pages: list[Page], *, as_json: bool) -> Exit:
+    """Print pages."""
     if as_json:
         output.say_json([shown.json for shown in pages])
     else:
         output.say_text("".join(f"{shown.text.rstrip(chr(10))}\n" for shown in pages), styled=True)
-        output.show_diagnostics(merge(outcomes))
     return Exit.FINE
+
+
+def refuse_given(target: Target, svg: Path | None, why: str) -> None:
+    """Raise UsageError where an option is given that changes nothing in what is shown."""
+    given = {"--ranks": target.ranks, "--on": target.on, "--tune": target.tune, "--svg": svg}
+    found = [*(option for option, value in given.items() if value), *(f"{key}={value}" for key, value in target.params)]
+    if found:
+        raise UsageError(f"{why}: leave out {found[0]}")
+
+
+def of_name(files: tuple[File, ...], name: str, topologies: Mapping[str, Topology]) -> File:
+    """Return the file with its declarations of that name alone. Raises CommError where there is none."""
+    if name not in topologies:
+        compiler.choose(files, name)
+    kept = (item for item in files[0].items if isinstance(item, Declaration | TopologyDecl) and item.name.text == name)
+    return replace(files[0], items=tuple(kept))
 
 
 def with_stage(jobs: tuple[Job, ...], stage: Stage, svg: Path | None) -> tuple[Job, ...]:
@@ -89,9 +131,11 @@ def page(outcome: Outcome, target: Target, stage: Stage, svg: Path | None) -> Pa
         from commdsl.commands import plan_view  # 25 ms that schedules and dispatches do not need
 
         return Page(*plan_view.page(job, outcome.checked.plan, target, svg))
-    text = render(outcome, stage)
-    facts = {"file": str(job.path), job.kind: job.name, "ranks": job.ranks, "stage": stage.value, "text": text}
-    return Page(text, facts)
+    return Page(*_facts(job.path, stage, {job.kind: job.name, "ranks": job.ranks}, render(outcome, stage)))
+
+
+def _facts(path: Path, stage: Stage, what: dict[str, object], text: str) -> tuple[str, dict[str, object]]:
+    return text, {"file": str(path), **what, "stage": stage.value, "text": text}
 
 
 def render(outcome: Outcome, stage: Stage) -> str:

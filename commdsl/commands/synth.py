@@ -16,6 +16,7 @@ import numpy as np
 from commdsl import compiler
 from commdsl.commands import output
 from commdsl.commands.arguments import UsageError, parse_on
+from commdsl.commands.jobs import topology_of
 from commdsl.commands.output import Exit
 from commdsl.commands.report import cost_lines, time_text
 from commdsl.commands.summary import cost_json
@@ -92,7 +93,7 @@ def make(wanted: Wanted) -> Made:
     """Packs, proves and writes out."""
     if not can_flow():
         raise UsageError("trees are packed by maximum flows, which need scipy: pip install 'commdsl[bounds]'")
-    topology = compiler.find_topology(compiler.read_text("", "--on", Path()), wanted.on, compiler.DEFAULT_RANKS)
+    topology = topology_of((), wanted.on, compiler.DEFAULT_RANKS)
     if not 2 <= topology.num_ranks <= MOST_RANKS:
         raise UsageError(f"`{topology.name}` has {topology.num_ranks} ranks; 2 to {MOST_RANKS} can be synthesised")
     if not 0 <= wanted.root < topology.num_ranks:

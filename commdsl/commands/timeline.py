@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from commdsl.attention.machines import machine_on
 from commdsl.commands import output
 from commdsl.commands.arguments import Target, UsageError, product_shape
-from commdsl.commands.choice import this_device
-from commdsl.commands.jobs import jobs_of, merge, prove_all, read, some
+from commdsl.commands.choice import device_of
+from commdsl.commands.jobs import jobs_of, merge, prove_all, read, some, topology_of
 from commdsl.commands.output import Exit
 from commdsl.commands.show import fail
 from commdsl.cost.bars import Bar, drawn
 from commdsl.language.diagnostics import CommError
+from commdsl.machine import devices
 from commdsl.machine.errors import ArgumentError
 from commdsl.overlap import auto
 from commdsl.overlap.auto import Event, Product
@@ -24,8 +26,10 @@ from commdsl.overlap.auto import Event, Product
 
 def timeline(path: Path, target: Target, name: str | None, shape: str, device: str | None, *, as_json: bool) -> Exit:
     """Prints a picture and a line an event, for every number of ranks. `shape`: rows of all ranks, depth, columns."""
+    pieces, where = dict(target.params).get("C", 1), devices.named(device_of(device, target.on))
     try:
-        jobs = jobs_of(path, read(path), target, name)
+        files = read(path)
+        jobs = jobs_of(path, files, target, name)
     except CommError as error:
         return fail(error.diagnostics, as_json=as_json)
     some(jobs, "show")
@@ -35,17 +39,19 @@ def timeline(path: Path, target: Target, name: str | None, shape: str, device: s
     outcomes = tuple(prove_all(jobs, target, emit=False))
     if failed := [outcome for outcome in outcomes if outcome.checked is None]:
         return fail(merge(failed), as_json=as_json)
-    pieces, where = dict(target.params).get("C", 1), device or this_device()
     pages = []
     for job in jobs:
-        try:
-            product = Product(operators[job.name], *product_shape(shape), job.ranks)
-            events = tuple(auto.timeline(product, where, pieces))
-        except ArgumentError as error:
-            raise UsageError(str(error)) from error
+        product = Product(operators[job.name], *product_shape(shape), job.ranks)
         if product.rows % job.ranks or not product.admits(pieces):
             raise UsageError(f"{product.rows} rows cannot be cut into {pieces} of each of {job.ranks} ranks")
-        head = f"{job.name} C={pieces} for {job.ranks} ranks, {shape} of 16 bits on {where}: {_sums(events)}"
+        topology = None if target.on is None else topology_of(files, target.on, job.ranks)
+        machine = auto.machine_of(product, where, None) if topology is None else machine_on(topology)
+        try:
+            events = tuple(auto.timeline(product, machine, pieces))
+        except ArgumentError as error:
+            raise UsageError(str(error)) from error
+        on = f"{target.on or where} ({machine.kind.source})"
+        head = f"{job.name} C={pieces} for {job.ranks} ranks, {shape} of 16 bits on {on}: {_sums(events)}"
         pages.append((head, events))
     if as_json:
         output.say_json([{"what": head, "events": [_json(event) for event in events]} for head, events in pages])

@@ -23,6 +23,7 @@ from commdsl.commands import output
 from commdsl.commands.arguments import UsageError, parse_bytes
 from commdsl.commands.candidates import Families
 from commdsl.commands.output import Exit
+from commdsl.machine import devices
 from commdsl.machine.dtypes import BY_NAME
 from commdsl.overlap import auto
 from commdsl.planner.tuning import selection
@@ -80,6 +81,9 @@ class Found:
     num_skipped: int
 
 
+MOST_SECONDS = 1e9
+
+
 def parse(
     collectives: str,
     sizes: str,
@@ -98,8 +102,10 @@ def parse(
     names = tuple(name for name in names if name in selection.COLLECTIVES)
     first, dots, last = sizes.partition("..")
     smallest, largest = (parse_bytes(end, "--sizes") for end in (first, last if dots else first))
-    if seconds <= 0:
-        raise UsageError("--time-budget is a number of seconds above 0")
+    if not 0 < seconds < MOST_SECONDS:
+        raise UsageError(f"--time-budget is a number of seconds above 0 and below {MOST_SECONDS:g}, got {seconds:g}")
+    if most_symmetric < 1:
+        raise UsageError("--memory is a size of 1 byte or more")
     if dtype not in MEASURED:
         raise UsageError(f"--dtype expects one of {', '.join(MEASURED)}, got `{dtype}`")
     idle = [family.schedule for name, family in own if name not in names]
@@ -154,7 +160,7 @@ def tune(wanted: Wanted) -> Exit:
     except GroupError as error:
         raise UsageError(str(error)) from error
     device, ranks = measure.where()
-    if device == selection.PLAIN_DEVICE and measure.is_first():
+    if device == devices.CPU and measure.is_first():
         output.tell("no GPU that torch can use: this measures the processor")
     path = wanted.path or Path(f"{name_of(device)}_x{ranks}.json")
     before = earlier(path, device, ranks)
@@ -197,7 +203,7 @@ def search_all(wanted: Wanted, device: str, ranks: int) -> Iterator[Found]:
     from commdsl.overlap.measure import Products  # torch, as below
     from commdsl.runtime import measure  # torch: seconds that a wrong option need not wait for
 
-    protocols = HOST_PROTOCOLS if device == selection.PLAIN_DEVICE else PROTOCOLS
+    protocols = HOST_PROTOCOLS if device == devices.CPU else PROTOCOLS
     clock = measure.Clock(wanted.seconds)
     everything: tuple[str | Product, ...] = (*wanted.collectives, *wanted.products)
     with progress(shown=measure.is_first()) as shown, measure.builders() as ahead:

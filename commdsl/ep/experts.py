@@ -66,10 +66,7 @@ class Received:
 
 
 class Experts:
-    """Moves rows to the ranks of their keys, and what became of them back, summed by weight.
-
-    Places of a rank are sorted by (key, source rank, row): the same on every run.
-    """
+    """Moves rows to the ranks of their keys and back, summed by weight; places are sorted by (key, source rank, row)."""
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ private       paths -> folders and files that are this user's alone
 unfinished    folders that are being filled -> kept while their process lives, removed after
 cache         what something depends on -> what was made of it, kept from run to run
 lazy          where names are -> modules that load what a name needs at its use
+devices       the name of a device -> the GPU that it means
 topology      who can send to whom, how fast, through which ports
 cycles        rings and Hamilton decompositions of its links
 dtypes        element types and their reductions

@@ -7,14 +7,30 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from commdsl.machine.errors import ConfigError
 
 DEFAULT_TIMEOUT = 30.0
 """Seconds that a wait may take where no process group says: of ranks that are threads, or that a tool runs."""
+
+OWN = "COMMDSL_"
+"""The prefix of the variables that are commdsl's alone."""
+
+VARIABLES = (
+    "COMMDSL_CACHE_DIR",
+    "COMMDSL_TIMEOUT",
+    "COMMDSL_DEBUG",
+    "COMMDSL_TRANSPORT",
+    "COMMDSL_NODES",
+    "COMMDSL_SHARE_GPUS",
+    "COMMDSL_TABLES",
+)
+"""The variables with that prefix which are read; all others are reported, and change nothing."""
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -40,9 +56,43 @@ class Config:
         return self.transport == "nvshmem" or len(set(self.nodes)) > 1
 
 
-def from_environment(environment: Mapping[str, str] | None = None) -> Config:
-    """The Config of a process, or of the mapping given in its place."""
+class SettingWarning(UserWarning):
+    """A variable of the environment that looks like a setting and is none."""
+
+
+def unread(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return by name the variables that begin like a setting and are not read, with a clause that says so.
+
+    A warning, no error: a variable of a newer version must not end a job, and a misspelt one must not pass in silence.
+    """
     variables = os.environ if environment is None else environment
+    found = sorted(name for name in variables if name.startswith(OWN) and name not in VARIABLES)
+    return {name: f"{name} is not a setting and changes nothing; {_meant(name)}" for name in found}
+
+
+def _meant(name: str) -> str:
+    from difflib import get_close_matches  # 3 ms that few processes need
+
+    known = [one.removeprefix(OWN) for one in VARIABLES]
+    near = get_close_matches(name.removeprefix(OWN).upper(), known, n=1)
+    return f"did you mean {OWN}{near[0]}?" if near else f"there are {', '.join(VARIABLES)}"
+
+
+@cache
+def _warn(said: str) -> None:
+    """Warn once a process, also where others change the filters of warnings in between, as torch does."""
+    warnings.warn(said, SettingWarning, stacklevel=3)
+
+
+def from_environment(environment: Mapping[str, str] | None = None) -> Config:
+    """Return the Config of a process, or of the mapping given in its place.
+
+    Raises ConfigError where a variable has a value that it cannot have. Warns once a process (SettingWarning) of each
+    of its variables that begins like a setting and is none.
+    """
+    variables = os.environ if environment is None else environment
+    for said in unread().values() if environment is None else ():
+        _warn(said)
     return Config(
         cache_dir=_cache_dir(variables.get("COMMDSL_CACHE_DIR", "")),
         timeout=_timeout(variables.get("COMMDSL_TIMEOUT", "")),

@@ -16,13 +16,13 @@ from itertools import product as pairs
 from typing import SupportsIndex, TypeAlias
 
 from commdsl import compiler
-from commdsl.attention.machines import Machine, of_device
-from commdsl.cost.visits import Carrier, Carriers, Launched, Timed, Visited, beside, phases, spans
+from commdsl.attention.machines import Machine, of_device, on_topology
+from commdsl.cost.visits import Carrier, Carriers, Launched, Timed, UnlinkedError, Visited, beside, phases, spans
 from commdsl.ir.products import stopping
 from commdsl.ir.resolve import resolve
 from commdsl.ir.schedules import Schedule
 from commdsl.language.syntax import ScheduleDecl
-from commdsl.machine import resources
+from commdsl.machine import devices, resources
 from commdsl.machine.config import from_environment
 from commdsl.machine.errors import ArgumentError
 from commdsl.planner.tuning import selection
@@ -58,8 +58,8 @@ processor is lost in what else that does.
 NEAR_TIE = 0.02
 """What is less simple has to be faster by more than this share."""
 
-HOPPER = ("H100", "H200")
-"""In the names of GPUs for which there is a kernel of ours."""
+HOPPER = ("h100", "h200", "gh200")
+"""Words of the names of GPUs for which there is a kernel of ours."""
 
 
 @dataclass(frozen=True)
@@ -143,14 +143,19 @@ def choice(
     device: str = "cpu",
     itemsize: int = 2,
     is_float8: bool = False,
+    on: str | None = None,
 ) -> Choice:
     """What `commdsl.overlap.OPERATOR` runs, and why: the same on every rank that asks for the same.
 
     `rows`: of all `ranks`; `depth`, `columns`: of this rank's weights, as in torch.nn.Linear(depth, columns), and of
     the results of `matmul_all_to_all`, whose weights have as many columns for each rank, and the rows of
     `all_to_all_matmul`, whose weights are as deep for each. `itemsize`: bytes of an element; `is_float8`: of one byte,
-    with scales, and of bfloat16 what is made; `device`: as torch names the GPU, or "cpu". Raises ArgumentError.
+    with scales, and of bfloat16 what is made; `device`: the GPU's name, by the rule of `commdsl.machine.devices`, or
+    "cpu". `on`: a topology, shipped or in a file, in place of a device: the model alone decides, with its links and the
+    GPU that its name has. The reason says where figures of the model come from: measured on the GPU, or an estimate.
+    Raises ArgumentError, CommError.
     """
+    device = devices.named(device)
     if operator not in PRODUCTS:
         raise ArgumentError(f"expected one of {', '.join(PRODUCTS)}, got `{operator}`")
     for number in (rows, depth, columns, ranks, itemsize):
@@ -163,9 +168,11 @@ def choice(
     if is_float8:
         itemsize = 1 if OPERATORS[operator].gathers else 2  # of what travels
     product = Product(operator, rows, depth, columns, ranks, itemsize, is_float8)
+    if on is not None:
+        device = one_node(product, on_topology(on)).device
     if why := _unscheduled(product, device):
         return Choice(product.name, product.nbytes, ranks, device, SEQUENCE, (), (), why)
-    return choose(product, device)
+    return choose(product, device, on)
 
 
 def _unscheduled(product: Product, device: str) -> str:
@@ -174,7 +181,7 @@ def _unscheduled(product: Product, device: str) -> str:
         return "one rank, to which nothing travels"
     if product.rows % product.ranks:
         return f"{product.ranks} ranks do not divide {product.rows} rows, which a schedule would"
-    if device == selection.PLAIN_DEVICE:
+    if device == devices.CPU:
         return ""
     if product.itemsize > 2:
         return f"no kernel on GPUs multiplies elements of {product.itemsize} bytes beside what travels"
@@ -185,19 +192,20 @@ def _unscheduled(product: Product, device: str) -> str:
 
 
 @lru_cache(maxsize=1024)
-def choose(product: Product, device: str) -> Choice:
-    """As `choice`. Tables are read once a process."""
-    tables = selection.known_tables(from_environment().tables)
+def choose(product: Product, device: str, on: str | None = None) -> Choice:
+    """As `choice`. Tables are read once a process; they are measured on a device, and say nothing of a topology."""
+    tables = selection.known_tables(from_environment().tables) if on is None else ()
     rows = selection.measured(tables, product.name, product.ranks, device)
     if rows is not None:
         found = selection.chosen(rows, product.name, product.nbytes, product.ranks, device)
         if product.admits(dict(found.params).get("C", 1)):
             return found
-    first, second = two_best(list(estimates(product, device)))
-    where = f"no table for {product.name} on {device} x{product.ranks}"
+    first, second = two_best(list(estimates(product, device, on)))
+    where = f"no table for {product.name} on {on or device} x{product.ranks}"
     if rows is not None:
         where = f"{product.rows} rows are not to be had in the pieces that the table has"
-    said = f"{where}: {_words(first)} by the model; next {second.candidate} {_us(second.time.seconds)}"
+    figures = machine_of(product, device, on).kind.source
+    said = f"{where}: {_words(first)} by the model; next {second.candidate} {_us(second.time.seconds)}; {figures}"
     one = first.candidate
     return Choice(product.name, product.nbytes, product.ranks, device, one.schedule, one.params, one.tune, said)
 
@@ -240,9 +248,9 @@ def _us(seconds: float) -> str:
 
 def makers(device: str) -> tuple[Maker, ...]:
     """The first is what runs where nothing is tuned."""
-    if device == selection.PLAIN_DEVICE:
+    if device == devices.CPU:
         return (PROCESSOR,)
-    return (KERNEL, LIBRARY) if any(name in device for name in HOPPER) else (replace(LIBRARY, tune=()),)
+    return (KERNEL, LIBRARY) if set(HOPPER) & set(devices.words(device)) else (replace(LIBRARY, tune=()),)
 
 
 def candidates(operator: str, device: str) -> Iterator[Candidate]:
@@ -253,11 +261,24 @@ def candidates(operator: str, device: str) -> Iterator[Candidate]:
     yield Candidate(SEQUENCE)
 
 
-def estimates(product: Product, device: str) -> Iterator[Estimate]:
-    """Those that the product admits."""
-    machine = of_device(device, (0,) * product.ranks)
-    of = {maker.tune: maker for maker in makers(device)}
-    for one in candidates(product.operator, device):
+def machine_of(product: Product, device: str, on: str | None) -> Machine:
+    """Return the machine that a product is modelled on: a topology, or as many of a device on one node."""
+    return of_device(device, (0,) * product.ranks) if on is None else one_node(product, on_topology(on))
+
+
+def one_node(product: Product, machine: Machine) -> Machine:
+    """Return the machine. Raises ArgumentError where its nodes have fewer GPUs than the product has ranks."""
+    if product.ranks > machine.topology.gpus_per_node:
+        has = f"`{machine.topology.name}` has {machine.topology.gpus_per_node} GPUs on a node"
+        raise ArgumentError(f"products overlap with transfers within one node, and {has}, not {product.ranks}")
+    return machine
+
+
+def estimates(product: Product, device: str, on: str | None = None) -> Iterator[Estimate]:
+    """Yield the estimates of the candidates that the product admits. Raises ArgumentError where a link is missing."""
+    machine = machine_of(product, device, on)
+    of = {maker.tune: maker for maker in makers(machine.device)}
+    for one in candidates(product.operator, machine.device):
         if one.schedule == SEQUENCE:
             yield Estimate(one, _sequence(product, machine))
         elif product.admits(pieces := dict(one.params)["C"]):
@@ -276,10 +297,14 @@ def _beside(product: Product, machine: Machine, maker: Maker, pieces: int) -> Ti
     return replace(time, seconds=time.seconds + maker.of_call)
 
 
-def timeline(product: Product, device: str, pieces: int) -> Iterator[Event]:
-    """What the schedule does in so many pieces, its products made by what runs where nothing is tuned."""
-    maker = makers(device)[0]
-    work = _work(product, of_device(device, (0,) * product.ranks), maker, pieces)
+def timeline(product: Product, where: str | Machine, pieces: int) -> Iterator[Event]:
+    """Yield the schedule's events in so many pieces, its products computed by the kernel that runs untuned.
+
+    `where`: a device's name, or a machine. Raises ArgumentError where its nodes are too small, or a link is missing.
+    """
+    machine = one_node(product, where) if isinstance(where, Machine) else machine_of(product, where, None)
+    maker = makers(machine.device)[0]
+    work = _work(product, machine, maker, pieces)
     for phase, (begin, end) in zip(work[0], spans(*work), strict=True):
         yield Event(isinstance(phase, Visited), phase.reads, phase.writes, begin + maker.of_call, end + maker.of_call)
 
@@ -301,7 +326,10 @@ def _carrier(machine: Machine) -> Carrier:
 def _phases(product: Product, machine: Machine, pieces: int) -> tuple[Launched | Visited, ...]:
     schedule = _stopping(OPERATORS[product.operator].schedule, pieces, product.ranks, machine)
     chunk = product.nbytes / product.ranks / pieces
-    return phases(schedule, {buffer.name: chunk for buffer in schedule.buffers})
+    try:
+        return phases(schedule, {buffer.name: chunk for buffer in schedule.buffers})
+    except UnlinkedError as error:
+        raise ArgumentError(f"`{schedule.name}`: {error}") from error
 
 
 @lru_cache(maxsize=64)

@@ -181,14 +181,16 @@ def broadcast(
 
 
 def choice(collective: str, nbytes: int, ranks: int, device_name: str | None = None) -> Choice:
-    """What runs for `nbytes` bytes on the larger side of one rank, and why; for this process's GPU unless said.
+    """Return the schedule that runs for `nbytes` bytes on the larger side of one rank, and why.
 
-    It depends on nothing else: not on the rank, the group, the dtype or earlier calls.
+    It depends on nothing else: not on the rank, the group, the dtype or earlier calls. `device_name`: the GPU, by the
+    rule of `commdsl.machine.devices` (`H200` is `NVIDIA H200`); default: this process's GPU. The reason names a GPU
+    that is not known. Raises ArgumentError.
     """
     given.whole("nbytes", nbytes, 0)
     given.whole("ranks", ranks, 1)
     config = from_environment()
-    device = device_name or menu.name_of_device(menu.home())
+    device = menu.name_of_device(menu.home()) if device_name is None else device_name
     tables = selection.known_tables(config.tables)
     return selection.choose(tables, collective, nbytes, ranks, device, plain=config.has_far)
 

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from commdsl.machine import devices
 from commdsl.machine.config import from_environment
 from commdsl.planner.tuning import selection
 from commdsl.planner.tuning.selection import ROOTED, Candidate, Params, Rows
@@ -276,4 +277,4 @@ def home() -> torch.device:
 @cache
 def name_of_device(device: torch.device) -> str:
     """The name under which tables know it."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else selection.PLAIN_DEVICE
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else devices.CPU

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from commdsl.machine import devices
 from commdsl.machine.errors import ArgumentError, CodedError
 from commdsl.machine.resources import SUFFIX, split_place
 
@@ -38,7 +39,6 @@ SEQUENCE = "sequence"
 """In place of a schedule: the collective that a table chooses, and a product of torch's, one after the other."""
 
 FORMAT = 1
-PLAIN_DEVICE = "cpu"
 SHIPPED = Path(__file__).parent / "tables"
 
 Params: TypeAlias = tuple[tuple[str, int], ...]
@@ -136,7 +136,8 @@ class Choice:
 
 
 def choose(tables: Sequence[Table], collective: str, nbytes: int, ranks: int, device: str, *, plain: bool) -> Choice:
-    """The row for a size. `plain`: only `bulk` is to be had (see `default_rows`)."""
+    """Return the row for a size. `plain`: only `bulk` is available (see `default_rows`). Raises ArgumentError."""
+    device = devices.named(device)
     return chosen(rows_for(tables, collective, ranks, device, plain=plain), collective, nbytes, ranks, device)
 
 
@@ -154,16 +155,17 @@ def rows_for(tables: Sequence[Table], collective: str, ranks: int, device: str, 
     found = None if plain else measured(tables, collective, ranks, device)
     if found is not None:
         return found
-    where = "over NVSHMEM" if plain and device != PLAIN_DEVICE else f"on {device} x{ranks}"
-    default = default_rows(collective, plain=plain, host=device == PLAIN_DEVICE)
-    return _rows(default, f"no table for {collective} {where}: the stated default")
+    where = "over NVSHMEM" if plain and device != devices.CPU else f"on {device} x{ranks}"
+    default = default_rows(collective, plain=plain, host=device == devices.CPU)
+    doubt = f"{devices.doubt(device)}; ".removeprefix("; ")
+    return _rows(default, f"{doubt}no table for {collective} {where}: the stated default")
 
 
 def measured(tables: Sequence[Table], name: str, ranks: int, device: str) -> Rows | None:
-    """Those of the first table for this device and number of ranks that has the name."""
+    """Return the rows of the first table for this device and number of ranks that has the name, None without one."""
     for table in tables:
         rows = table.of(name)
-        if (table.device, table.ranks) == (device, ranks) and rows is not None:
+        if table.ranks == ranks and rows is not None and devices.same(table.device, device):
             return _rows(rows, _name(table.path))
     return None
 
