@@ -66,7 +66,7 @@ class Received:
 
 
 class Experts:
-    """Moves rows to the ranks of their keys and back, summed by weight; places are sorted by (key, source rank, row)."""
+    """Moves rows to the ranks of their keys and back, summed by weight, sorted by (key, source rank, row)."""
 
     def __init__(
         self,
