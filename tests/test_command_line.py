@@ -196,6 +196,20 @@ REFUSED = [
     (["plan", "100", "--ranks", "2", "--svg", "a.jpg"], "--svg a.jpg: expected a name that ends in .svg"),
     (["plan", "100", "--ranks", "2", "--out", "a.svg"], "--out a.svg: expected a name that ends in .comm"),
     (["synth", "allgather", "--on", "dgx1", "-o", "a.txt"], "--out a.txt: expected a name that ends in .comm"),
+    (["check", "mine.comm", "--concise", "--json"], "one of the two"),
+    (["check", "spanning", "K=3"], "nothing else has parameters or is tuned: K=3"),
+    (["show", "spanning", "--tune", "lanes=4"], "nothing else has parameters or is tuned: --tune lanes=4"),
+    (["check", "spanning", "--ranks", "8"], "`spanning` is for 4 ranks: leave --ranks out"),
+    (["compile", "--schedule", "mine"], "--schedule names a declaration of a FILE"),
+    (["show", "mine.comm", "--schedule", ""], "--schedule names a declaration of a FILE"),
+    (
+        ["run", "alltoall_direct", "--op", "max", "--bytes", "1KB"],
+        "`alltoall_direct` combines nothing: leave out --op max",
+    ),
+    (["choice", "all_reduce", "64KB", "--ranks", "4", "--heads", ""], "--heads is for `attention`"),
+    (["choice", "all_reduce", "64KB", "--ranks", "4", "--on", "dgx1"], "--on is for `attention`"),
+    (["choice", "attention", "8K", "--ranks", "4", "--heads", ""], "--heads is a number"),
+    (["choice", "attention", "8K", "--ranks", "4", "--placement", ""], "`placement` is one of"),
     (["new", "allreduce", "a.txt"], "FILE a.txt: expected a name that ends in .comm"),
 ]
 
@@ -372,6 +386,22 @@ MISTAKES = [
     (["plan", "many", "--ranks", "4"], "neither a number nor a file"),
     (["plan", "100", "--ranks", "4", "--on", "no.comm"], "no such file: no.comm"),
     (["plan", "100", "--ranks", "4", "-o", "no/such/plan.comm"], "there is no folder no/such"),
+    (["plan", "9999999999", "--ranks", "2"], "a rank has at most 2,147,483,647 tokens"),
+    (["plan", "4294967290", "--ranks", "2"], "a rank has at most 2147483647 tokens: plan for more ranks"),
+    (["plan", "999999999999999999", "--ranks", "2"], "a rank has at most 2,147,483,647 tokens"),
+    (["plan", "100", "200", "--ranks", "2", "--widths", f"{10**26},8,8"], "--widths expects"),
+    (["plan", "100", "200", "--ranks", "2", "--shortest", f"{10**26}"], "not in the range"),
+    (["plan", "100", "200", "--ranks", "2", "--keys", f"{10**26}"], "not in the range"),
+    (["choice", "attention", f"{10**20}M", "--ranks", "4"], "of 0 to 2,147,483,647 tokens"),
+    (["choice", "attention", "8K", "--ranks", "4", "--window", f"{10**23},0"], "of 0 to 2,147,483,647 tokens"),
+    (
+        ["show", "matmul_allreduce", "--stage", "timeline", "--shape", "8x0x8"],
+        "a product is of rows, depth and columns",
+    ),
+    (["new", "allreduce", "for.comm"], "`for` is not a name"),
+    (["fmt", ""], "is a folder"),
+    (["tune", "--time-budget", "nan"], "--time-budget is a number of seconds"),
+    (["tune", "--memory", "0"], "--memory is a size of 1 byte or more"),
 ]
 
 
@@ -619,6 +649,33 @@ def test_streams(words: str, code: int, said: str) -> None:
     _, err = process.communicate()
 
     assert (process.returncode, err) == (code, said)
+
+
+RUN = "run mine.comm --ranks 2 --bytes 1000"
+
+
+@pytest.mark.parametrize(
+    ("limit", "compiler", "said"),
+    [
+        ("ulimit -n 12;", "", "error[C972]: the host compiler had too few file descriptors"),
+        ("", "echo 'cc1plus: No space left on device' >&2; exit 1", "error[C970]: the host compiler had no room"),
+        ("", "echo 'Cannot create temporary file in /x/' >&2; exit 1", "error[C970]: the host compiler had no room"),
+    ],
+)
+def test_no_room_for_the_compiler(limit: str, compiler: str, said: str, tmp_path: Path) -> None:
+    """A full folder for temporary files, or too few descriptors, is no bug: a line with a code says what to change."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COMMDSL_CACHE_DIR": str(tmp_path / "own")}
+    if compiler:
+        fake = tmp_path / "c++"
+        fake.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "c++ 1.0" && exit 0\n{compiler}\n')
+        fake.chmod(0o755)
+        environment["CXX"] = str(fake)
+    command = f"{limit} exec {shlex.quote(sys.executable)} -m commdsl {RUN}"
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"usage: {said}")
+    assert done.stderr.count("\n") == 1
 
 
 def test_plain_terminals() -> None:

@@ -39,6 +39,9 @@ VISIT_SECONDS = 5e-6
 BACKWARD_FLOPS = 2.5
 """Of a backward pass, for each of the forward pass: five products of matrices, not two."""
 
+MOST_TOKENS = (1 << 31) - 1
+"""Of a sequence: pairs of them are counted in 64 bits."""
+
 NEAR_TIE = 0.02
 """A schedule that comes later in `candidates` has to be faster by more than this share."""
 
@@ -143,6 +146,8 @@ def choice(
     come from: measured on the GPU, or an estimate. Raises ArgumentError, CommError.
     """
     lengths = (length,) if isinstance(length, int) else tuple(length)
+    if min(lengths, default=0) < 0 or max((sum(lengths), *(side or 0 for side in window or ()))) > MOST_TOKENS:
+        raise ArgumentError(f"a sequence, and a window, are of 0 to {MOST_TOKENS:,} tokens")
     lengths = coarse(lengths) if isinstance(placement, str) else lengths
     left, right = window if window is not None else (None, None)
     mask = Mask(left, 0 if causal else right)

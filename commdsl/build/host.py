@@ -165,13 +165,24 @@ def _made(compiler: HostCompiler, flags: tuple[str, ...], sources: Sources, targ
         command = [*compiler.command, *flags, "-I", str(include_dir()), "-o", target, *names, "-ldl"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            _refuse_unless_room(Path(folder))
+            _refuse_unless_room(Path(folder), done.stderr)
             raise InternalError(f"the host compiler refused {_copy(*sources[0])}\n{shlex.join(command)}\n{done.stderr}")
         return {name: Path(folder, name).read_bytes() for name in (*names, target)}
 
 
-def _refuse_unless_room(folder: Path) -> None:
-    """A compiler that has no room to write says so in its own words, if at all: the text is not to blame."""
+NO_ROOM = ("No space left on device", "Cannot create temporary file")
+NO_FILES = ("Too many open files", "out of file descriptors")
+
+
+def _refuse_unless_room(folder: Path, said: str) -> None:
+    """Raise CacheError or MissingToolError where the machine, and not the text, made a compiler fail.
+
+    A compiler that has no room to write says so in its own words, if at all, and may have removed what filled the disk.
+    """
+    if any(words in said for words in NO_FILES):
+        raise MissingToolError("the host compiler had too few file descriptors: raise the limit (`ulimit -n 1024`)")
+    if any(words in said for words in NO_ROOM):
+        raise CacheError(f"the host compiler had no room to write in {folder.parent}: set TMPDIR to a folder with more")
     try:
         (folder / "probe").write_bytes(bytes(ROOM))
     except OSError as error:

@@ -52,7 +52,7 @@ class Target:
 def product_shape(text: str) -> tuple[int, int, int]:
     """Rows of all ranks, depth and columns: `8192x4096x1024`."""
     match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
-    if match is None:
+    if match is None or not all(map(int, match.groups())):
         raise UsageError(f"a product is of rows, depth and columns as in 8192x4096x1024, not `{text}`")
     rows, depth, columns = map(int, match.groups())
     return rows, depth, columns
@@ -170,6 +170,8 @@ def named(
     places: tuple[Place, ...], params: Params, schedule: str | None
 ) -> tuple[tuple[Path, ...], Params, str | None]:
     """Files, parameters, and the one declaration that is asked for, by --schedule or as FILE.comm:NAME."""
+    if schedule is not None and not (schedule and places):
+        raise UsageError("--schedule names a declaration of a FILE, and there is no file, or an empty name")
     names = {place.name for place in places if place.name is not None} | ({schedule} if schedule else set())
     if len(names) > 1 or (names and schedule is None and len(places) > 1):
         raise UsageError("one declaration of one file at a time, or all of several files")

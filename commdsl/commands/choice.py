@@ -78,7 +78,7 @@ def attention(
 ) -> Exit:
     """Prints what `schedule="auto"` runs on one line, the reason on the next, then what else was looked at."""
     where = device_of(device, on)
-    (query, key), length = counts(heads or "32:8"), tokens(size)
+    (query, key), length = counts("32:8" if heads is None else heads), tokens(size)
     try:
         found = auto.choice(
             length,
@@ -88,7 +88,7 @@ def attention(
             kv_heads=key,
             causal=causal,
             window=None if window is None else sides(window),
-            placement=placement or "zigzag",
+            placement="zigzag" if placement is None else placement,
             backward=backward,
             device=where,
             on=checked_on(on),

@@ -43,6 +43,7 @@ Words: TypeAlias = tuple[str, ...]
 Text: TypeAlias = str | None
 
 FILES = "FILE... [NAME=VALUE]..."
+ROWS = click.IntRange(1, (1 << 31) - 1)
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -79,6 +80,8 @@ def check(words: Words, concise: bool, as_json: bool, **chosen: Any) -> Exit:
     """Prove every schedule, plan and dispatch of the files, or show every fault in them."""
     from commdsl.commands.check import check
 
+    if concise and as_json:
+        raise UsageError("--concise is one line a diagnostic, --json has all of each: one of the two")
     files, params, name = files_and_params(words, chosen["schedule"])
     return check(files, aim(chosen, params), name, as_json=as_json, concise=concise)
 
@@ -139,12 +142,12 @@ def show(words: Words, stage: str, svg: Path | None, as_json: bool, shape: Text,
     section=HOW,
     default=128,
     show_default=True,
-    type=click.IntRange(1),
+    type=ROWS,
     metavar="TOKENS",
     help="Of a shard.",
 )
-@option("--queries", section=HOW, type=click.IntRange(1), metavar="ROWS", help="The most that a rank may receive.")
-@option("--keys", section=HOW, type=click.IntRange(1), metavar="ROWS", help="The most that a rank may receive.")
+@option("--queries", section=HOW, type=ROWS, metavar="ROWS", help="The most that a rank may receive.")
+@option("--keys", section=HOW, type=ROWS, metavar="ROWS", help="The most that a rank may receive.")
 @option("--relay", section=HOW, is_flag=True, help="Ranks without a link may send to each other, through others.")
 @option("--out", "-o", type=text_to_write, metavar="FILE", help="Where to; printed unless said.")
 @option("--svg", type=to_draw, metavar="FILE", help="Draw the plan.")
@@ -236,7 +239,7 @@ def fmt(words: Words, only_check: bool, as_json: bool) -> Exit:
     from commdsl.commands.fmt import fmt
 
     for word in words:
-        if word != "-" and not Path(word).is_dir():
+        if not word or (word != "-" and not Path(word).is_dir()):
             arguments.place_of(word)
     return fmt(tuple(map(Path, words)), check=only_check, as_json=as_json)
 
@@ -290,7 +293,7 @@ def choice(collective: str, size: str, ranks: int, device: Text, float8: bool, a
     if collective not in (*COLLECTIVES, *PRODUCTS):
         raise UsageError(f"expected one of {', '.join((*COLLECTIVES, *PRODUCTS))} or attention, got `{collective}`")
     on = sizes.pop("on") if collective in PRODUCTS else None
-    if given := [name for name, value in sizes.items() if value]:
+    if given := [name for name, value in sizes.items() if value not in (None, False)]:
         raise UsageError(f"--{given[0].replace('_', '-')} is for `attention`, not for {collective}")
     if collective in PRODUCTS:
         return product(collective, size, ranks, device, is_float8=float8, on=on, as_json=as_json)

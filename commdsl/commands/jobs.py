@@ -148,6 +148,9 @@ def prove(job: Job, target: Target, *, emit: bool = False) -> Outcome:
 
 def prove_all(jobs: Iterable[Job], target: Target, *, emit: bool = False) -> Iterator[Outcome]:
     """The outcomes in order. In a sweep a declaration may leave numbers of ranks out, but not all of them."""
+    jobs = tuple(jobs)
+    if all(isinstance(job.decl, PlanDecl) for job in jobs):
+        refuse_tuned(jobs, target)
     last_left_out: dict[tuple[Path, str], Outcome] = {}
     admitted: set[tuple[Path, str]] = set()
     for job in jobs:
@@ -161,6 +164,16 @@ def prove_all(jobs: Iterable[Job], target: Target, *, emit: bool = False) -> Ite
     for key, outcome in last_left_out.items():
         if key not in admitted:
             yield outcome
+
+
+def refuse_tuned(plans: tuple[Job, ...], target: Target) -> None:
+    """Raise UsageError for what says nothing of plans: parameters, --tune, and another number of ranks than theirs."""
+    given = [f"{key}={value}" for key, value in target.params] + [f"--tune {key}={value}" for key, value in target.tune]
+    if given:
+        raise UsageError(f"no schedule or dispatch is here, and nothing else has parameters or is tuned: {given[0]}")
+    if target.ranks is not None and not target.is_sweep:
+        for plan in (plan for plan in plans if plan.ranks not in target.ranks):
+            raise UsageError(f"`{plan.name}` is for {plan.ranks} ranks: leave --ranks out")
 
 
 def merge(outcomes: Iterable[Outcome]) -> tuple[Diagnostic, ...]:

@@ -43,7 +43,9 @@ def new(kind: str, path: Path | None, *, as_json: bool) -> Exit:
         raise UsageError(f"no starter for `{kind}`: {hint}")
     target = path or Path(f"my_{wanted}.comm")
     name = target.stem.replace("-", "_")
-    if not name.isidentifier():
+    from commdsl.commands.synth import is_name  # it imports the planner
+
+    if not is_name(name):
         raise UsageError(f"the file's name names what it declares, and `{target.stem}` is not a name")
     if target.exists():
         raise UsageError(f"{target} is there already")

@@ -30,6 +30,12 @@ from commdsl.planner.comm_text import comm_text
 from commdsl.planner.documents import ROUNDS, CapacityError, Goal, balanced
 from commdsl.planner.packing import Packing, PackingError, Terms, pack, packing_of, to_plan, whole
 
+MOST_TOKENS = (1 << 31) - 1
+"""Of a rank, and bytes of a row."""
+
+TOO_LONG = "C604"
+"""The code of a rank that has more of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -116,6 +122,8 @@ def pack_anew(words: tuple[str, ...], wanted: Wanted) -> tuple[Packing, Topology
     if wanted.ranks is None and wanted.on is None:
         raise UsageError("for how many ranks? --ranks N, or --on TOPOLOGY")
     topology = machine(compiler.read_text("", "--on", Path()), wanted, wanted.ranks)
+    if documents.length.sum(dtype=np.float64) > MOST_TOKENS * topology.num_ranks:
+        raise UsageError(f"a rank has at most {MOST_TOKENS:,} tokens: plan for more ranks, or for fewer tokens")
     if documents.rank is None:
         packed = pack(documents.length, topology, wanted.goal.shortest, relay=wanted.goal.relay)
         return packed, topology, terms
@@ -168,8 +176,10 @@ def given_packing(documents: Documents, num_ranks: int) -> Packing:
 
 
 def prove(found: DispatchPlan) -> None:
-    """Raises InternalError unless every law of a plan holds."""
+    """Raises InternalError unless every law of a plan holds, UsageError where ranks have more tokens than they may."""
     diagnostics = (*checks.check_dispatch_plan(found), *checks.check_routing(found, routing(found)))
+    if diagnostics and diagnostics[0].code == TOO_LONG:
+        raise UsageError(f"{diagnostics[0].headline}: plan for more ranks, or for fewer tokens")
     if diagnostics:
         raise InternalError(f"the planner broke {diagnostics[0].code}: {diagnostics[0].headline}")
 
@@ -242,6 +252,6 @@ def parse_tolerance(text: str) -> float:
 def parse_widths(text: str) -> Widths:
     """`8192,2048,2048`: bytes of a row of queries, keys and values."""
     words = text.split(",")
-    if len(words) != 3 or not all(word.strip().isdigit() and int(word) >= 2 for word in words):
+    if len(words) != 3 or not all(word.strip().isdigit() and 2 <= int(word) <= MOST_TOKENS for word in words):
         raise UsageError(f"--widths expects bytes of a row of queries, keys and values, `8192,2048,2048`, got `{text}`")
     return Widths(*map(int, words))

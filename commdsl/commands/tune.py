@@ -81,6 +81,9 @@ class Found:
     num_skipped: int
 
 
+MOST_SECONDS = 1e9
+
+
 def parse(
     collectives: str,
     sizes: str,
@@ -99,8 +102,10 @@ def parse(
     names = tuple(name for name in names if name in selection.COLLECTIVES)
     first, dots, last = sizes.partition("..")
     smallest, largest = (parse_bytes(end, "--sizes") for end in (first, last if dots else first))
-    if seconds <= 0:
-        raise UsageError("--time-budget is a number of seconds above 0")
+    if not 0 < seconds < MOST_SECONDS:
+        raise UsageError(f"--time-budget is a number of seconds above 0 and below {MOST_SECONDS:g}, got {seconds:g}")
+    if most_symmetric < 1:
+        raise UsageError("--memory is a size of 1 byte or more")
     if dtype not in MEASURED:
         raise UsageError(f"--dtype expects one of {', '.join(MEASURED)}, got `{dtype}`")
     idle = [family.schedule for name, family in own if name not in names]
