@@ -2,10 +2,11 @@
 
     python benchmarks/ab.py OTHER_CHECKOUT --ranks 2 [--sizes 1K,4K,16K,64K] [--collective all_reduce] [--rounds 60]
 
-Each checkout has a process a rank, all of them up at once, and one graph of calls a size (on the processor a loop of
-them). In each round both run one batch at every size, in an order that changes; a batch's time is its slowest rank's.
-The table, last: median microseconds a call of both, this over the other, and the 10th and 90th percentile of that ratio
-by round. Exit code 1: a wrong result, or with `--most 1.02` a ratio above it. Needs no torchrun.
+Each checkout has a process a rank, all of them up at once, and one graph of calls a size (on the processor, and with
+`--eager`, a loop of them, until the last is over). In each round both run one batch at every size, in an order that
+changes; a batch's time is its slowest rank's. The table, last: median microseconds a call of both, this over the other,
+and the 10th and 90th percentile of that ratio by round. Exit code 1: a wrong result, or with `--most 1.02` a ratio
+above it. Needs no torchrun.
 """
 
 from __future__ import annotations
@@ -48,13 +49,15 @@ def serve(told: dict[str, Any]) -> None:
         raise RuntimeError(f"asked for the package of {told['checkout']}, got {commdsl.__file__}")
     rank, device = int(told["rank"]), torch.device(told["device"])
     if device.type == "cuda":
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", rank % torch.cuda.device_count())  # ranks may share one
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", told["port"], told["ranks"], rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=told["ranks"])
     call = getattr(commdsl, told["collective"])
-    batches = {str(nbytes): _batch(call, nbytes, device, told["ranks"]) for nbytes in told["sizes"]}
+    batches = {
+        str(nbytes): _batch(call, nbytes, device, told["ranks"], is_eager=told["eager"]) for nbytes in told["sizes"]
+    }
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         dist.barrier()
@@ -63,7 +66,7 @@ def serve(told: dict[str, Any]) -> None:
     os._exit(0)  # an end that is collective must not wait for a rank that is gone
 
 
-def _batch(call: Callable[[Any], Any], nbytes: int, device: Any, ranks: int) -> Callable[[], float]:
+def _batch(call: Callable[[Any], Any], nbytes: int, device: Any, ranks: int, *, is_eager: bool) -> Callable[[], float]:
     """Returns microseconds a call; the first result is checked."""
     import torch
 
@@ -75,12 +78,14 @@ def _batch(call: Callable[[Any], Any], nbytes: int, device: Any, ranks: int) -> 
     calls = CALLS[device.type]
     for _ in range(WARM):
         call(x)
-    if device.type == "cpu":
+    if is_eager or device.type == "cpu":
 
         def loop() -> float:
             begin = time.perf_counter()
             for _ in range(calls):
                 call(x)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
             return 1e6 * (time.perf_counter() - begin) / calls
 
         return loop
@@ -118,7 +123,7 @@ class Side:
     @staticmethod
     def started(checkout: Path, options: argparse.Namespace, folder: Path) -> Side:
         own = {"PYTHONPATH": str(checkout), "COMMDSL_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-        told = {name: getattr(options, name) for name in ("ranks", "device", "collective", "sizes")}
+        told = {name: getattr(options, name) for name in ("ranks", "device", "collective", "sizes", "eager")}
         told |= {"checkout": str(checkout), "port": _free_port()}
         return Side(
             checkout,
@@ -236,6 +241,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--collective", default="all_reduce", choices=COLLECTIVES)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--eager", action="store_true", help="no graphs")
     parser.add_argument("--most", type=float, help="the largest ratio that is well")
     options = parser.parse_args(arguments)
     if not (options.other / "commdsl" / "__init__.py").is_file():
@@ -261,7 +267,7 @@ def main() -> int:
         ]
         for line in found
     ]
-    how = f"{options.rounds} batches of {CALLS[options.device]} calls"
+    how = f"{options.rounds} {'eager ' * options.eager}batches of {CALLS[options.device]} calls"
     print(f"{options.collective}, bfloat16, {options.ranks} ranks, {how}; this is {HERE}, the other {options.other}")
     print(grid(("size", "this us", "other us", "this/other", "p10-p90"), cells))
     return int(options.most is not None and any(line.ratio > options.most for line in found))

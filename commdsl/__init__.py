@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from commdsl.machine.errors import CacheError as CacheError
     from commdsl.machine.errors import ConfigError as ConfigError
     from commdsl.machine.errors import Error as Error
+    from commdsl.machine.errors import MissingPackageError as MissingPackageError
     from commdsl.machine.errors import MissingToolError as MissingToolError
     from commdsl.machine.errors import NotFoundError as NotFoundError
+    from commdsl.machine.errors import ResourceError as ResourceError
     from commdsl.planner.tuning.selection import TableError as TableError
     from commdsl.program.timeouts import CommTimeout as CommTimeout
     from commdsl.runtime.collectives import all_gather as all_gather
@@ -45,8 +47,10 @@ if TYPE_CHECKING:
     from commdsl.runtime.errors import PeerError as PeerError
     from commdsl.runtime.errors import ReductionError as ReductionError
     from commdsl.runtime.errors import RendezvousError as RendezvousError
+    from commdsl.runtime.errors import ReplicaError as ReplicaError
     from commdsl.runtime.errors import RowError as RowError
     from commdsl.runtime.errors import TensorError as TensorError
+    from commdsl.runtime.errors import WorkTimeoutError as WorkTimeoutError
     from commdsl.runtime.groups import threads as threads
     from commdsl.runtime.load import check as check
     from commdsl.runtime.load import load as load
@@ -77,6 +81,7 @@ __all__ = [
     "KeysError",
     "MaskError",
     "MetadataError",
+    "MissingPackageError",
     "MissingToolError",
     "NotFoundError",
     "Op",
@@ -84,10 +89,13 @@ __all__ = [
     "PeerError",
     "ReductionError",
     "RendezvousError",
+    "ReplicaError",
+    "ResourceError",
     "RowError",
     "TableError",
     "TensorError",
     "Work",
+    "WorkTimeoutError",
     "__version__",
     "all_gather",
     "all_reduce",
@@ -128,6 +136,7 @@ _HOME = {
     "KeysError": "commdsl.runtime.errors",
     "MaskError": "commdsl.runtime.errors",
     "MetadataError": "commdsl.dispatch.errors",
+    "MissingPackageError": "commdsl.machine.errors",
     "MissingToolError": "commdsl.machine.errors",
     "NotFoundError": "commdsl.machine.errors",
     "Op": "commdsl.runtime.op",
@@ -135,10 +144,13 @@ _HOME = {
     "PeerError": "commdsl.runtime.errors",
     "ReductionError": "commdsl.runtime.errors",
     "RendezvousError": "commdsl.runtime.errors",
+    "ReplicaError": "commdsl.runtime.errors",
+    "ResourceError": "commdsl.machine.errors",
     "RowError": "commdsl.runtime.errors",
     "TableError": "commdsl.planner.tuning.selection",
     "TensorError": "commdsl.runtime.errors",
     "Work": "commdsl.runtime.work",
+    "WorkTimeoutError": "commdsl.runtime.errors",
     "all_gather": "commdsl.runtime.collectives",
     "all_reduce": "commdsl.runtime.collectives",
     "all_reduce_": "commdsl.runtime.collectives",
@@ -160,13 +172,9 @@ _HOME = {
 def __getattr__(name: str) -> object:
     found: object
     if name in _HOME:
-        try:
-            found = getattr(import_module(_HOME[name]), name)
-        except ModuleNotFoundError as error:
-            if error.name != "torch":
-                raise
-            message = f"commdsl.{name} needs torch, which is not installed: pip install 'commdsl[torch]'"
-            raise ModuleNotFoundError(message, name="torch") from None
+        from commdsl.machine.lazy import imported  # here, as an import of commdsl brings in nothing
+
+        found = imported(_HOME[name], name, f"commdsl.{name}")
     elif name in ("attention", "dispatch", "ep", "overlap"):
         found = import_module(f"commdsl.{name}")
     elif name == "__version__":

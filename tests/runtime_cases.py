@@ -172,6 +172,81 @@ def work_of_torch() -> None:
     same(work.wait(), total)
 
 
+def work_as_torch_has_it() -> None:
+    """The same program sees the same of a Work of ours and of one of torch's backend."""
+    sees(commdsl.all_reduce_)
+    sees(dist.all_reduce)
+
+
+def sees(call: Callable[..., Any]) -> None:
+    """`call`: an all-reduce in place, with async_op=True."""
+    rank, tensors = dist.get_rank(), everyone((501,), torch.float32)
+    total = combined(tensors, "sum")
+
+    def start(**settings: Any) -> tuple[torch.Tensor, Any]:
+        mine = tensors[rank].clone()
+        return mine, call(mine, async_op=True, **settings)
+
+    mine, work = start()
+    end = time.monotonic() + 60
+    while not work.is_completed():
+        assert time.monotonic() < end
+    same(mine, total)  # without a wait
+    same(start()[1].get_future().wait()[0], total)  # nobody else has the tensor
+
+    mine, work = start()
+    future = work.get_future()
+    doubled = future.then(lambda done: done.value()[0] * 2).then(lambda done: [done.value()])
+    work.wait()
+    assert future.done()
+    same(mine, total)
+    same(future.value()[0], total)
+    assert future.value()[0].data_ptr() == mine.data_ptr()
+    same(doubled.wait()[0], total * 2)
+    same(work.get_future().value()[0], total)
+
+    pairs = [start() for _ in range(5)]
+    for mine, work in reversed(pairs):
+        work.wait(timedelta(seconds=60))
+        same(mine, total)
+    if home() != "cpu":
+        return
+
+    nested = start()[1].get_future().then(lambda _: start()[1].get_future().wait()[0])
+    same(nested.wait(), total)
+    with torch.inference_mode():
+        mine, work = start()
+        work.wait()
+        same(mine, total)
+
+    dist.barrier()
+    if rank == 1:
+        time.sleep(1)
+    mine, work = start()
+    future = work.get_future()
+    if rank != 1:
+        assert not work.is_completed()
+        assert not future.done()
+        with pytest.raises(RuntimeError, match=r"Operation timed out|not over after"):
+            work.wait(timedelta(seconds=0.1))
+    work.wait()
+    assert future.done()
+    same(mine, total)
+
+    group = impatient()
+    dist.barrier()
+    if rank != 1:
+        _, work = start(group=group)
+        future = work.get_future()
+        with pytest.raises(RuntimeError):
+            work.wait()
+        with pytest.raises(RuntimeError):
+            future.wait()
+        assert work.is_completed()
+        assert not work.is_success()
+    dist.barrier()
+
+
 def data_parallel() -> None:
     """DistributedDataParallel trains to the same weights with a communication hook on these calls as without."""
     rank = dist.get_rank()
@@ -210,7 +285,7 @@ def late_work() -> None:
     work = op(x, group=group, async_op=True)
     if rank != 1 and home() == "cpu":
         assert (work.is_completed(), work.exception()) == (False, None)
-        with pytest.raises(TimeoutError, match=r"not over after 0\.1 s; it goes on"):
+        with pytest.raises(commdsl.WorkTimeoutError, match=r"C967.*not over after 0\.1 s; it goes on"):
             work.wait(0.1)
         dist.barrier()
     work.wait()
@@ -348,7 +423,7 @@ def impatient() -> Any:
     """A group of its own with a short time-out; the others keep theirs, as a busy machine is no fault."""
     kept = os.environ["COMMDSL_TIMEOUT"]
     os.environ["COMMDSL_TIMEOUT"] = "2"
-    group = dist.new_group()
+    group = dist.new_group(timeout=timedelta(seconds=2))
     commdsl.load("alltoall_direct")(torch.zeros(4), group=group)
     os.environ["COMMDSL_TIMEOUT"] = kept
     return group
@@ -480,6 +555,7 @@ CASES = (
     released,
     patience,
     work_of_torch,
+    work_as_torch_has_it,
     data_parallel,
     late_work,
     timeouts,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -143,7 +144,8 @@ def test_a_rank_that_is_late_raises_too(monkeypatch: pytest.MonkeyPatch) -> None
 
     first, second = short.run(sleeping, giving_up)
     assert isinstance(first, PeerError)
-    assert (first.rank, first.reason) == (1, "gave up: its wait for rank 0 took too long")
+    assert first.rank == 1
+    assert re.fullmatch(r"gave up: rank 1 waited 0.3 s for rank 0 at .*; rank 0 never entered the call", first.reason)
     assert isinstance(second, commdsl.CommTimeout)
 
 

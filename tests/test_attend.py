@@ -23,13 +23,14 @@ from attend_cases import (  # noqa: E402 - after the check for torch
     sender_of,
     whole,
 )
-from thread_ranks import at_once, in_group  # noqa: E402 - after the check for torch
+from thread_ranks import at_once, in_group, outcomes  # noqa: E402 - after the check for torch
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402 - after the check for torch
 
+import commdsl  # noqa: E402 - after the check for torch
 from commdsl import dispatch  # noqa: E402 - after the check for torch
 from commdsl.dispatch import DispatchError  # noqa: E402 - after the check for torch
 from commdsl.machine.errors import ArgumentError  # noqa: E402 - after the check for torch
-from commdsl.runtime.errors import TensorError  # noqa: E402 - after the check for torch
+from commdsl.runtime.errors import AgreementError, TensorError  # noqa: E402 - after the check for torch
 
 LENGTHS = [[700, 20], [90, 1], [60, 130, 0]]
 """The first rank has a long document; what it has too much of goes to both others."""
@@ -219,6 +220,61 @@ def test_there_is_room_for_every_plan() -> None:
     in_group(5, work)
 
 
+# --- what ranks agree on ----------------------------------------------------------------------------------------------
+
+
+DIFFERENT = {
+    "mask": (lambda rank: {"causal": rank == 0}, lambda rank: {}, ("causal", "not causal")),
+    "scale": (lambda rank: {}, lambda rank: {"scale": 0.25 + rank}, ("scale 0.25", "scale 1.25")),
+    "scale and default": (lambda rank: {}, lambda rank: {"scale": 0.25 if rank else None}, ("0.25", "0.3535")),
+}
+
+
+@pytest.mark.parametrize("put", ["rows", "packed"])
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_that_differ(name: str, put: str) -> None:
+    """Ranks that attend by another mask or scale all raise, and each error names both sides; after a reset they agree
+    again.
+    """
+    terms, settings, words = DIFFERENT[name]
+    names = commdsl.threads(2)
+
+    def work(rank: int) -> Any:
+        route = routed(names[rank], [[300], [50, 14]], **terms(rank))
+        sender = sender_of(names[rank], 300, put=put)
+        try:
+            sender.attend(*drawn(route.rows, rank), route, **settings(rank))
+            sender.synchronize()
+        except AgreementError as error:
+            commdsl.reset(names[rank])
+            right = routed(names[rank], [[300], [50, 14]])
+            return str(error), sender.attend(*drawn(route.rows, rank), right)
+        raise AssertionError("nothing was raised")
+
+    found = outcomes(2, work)
+
+    assert all(isinstance(one, tuple) for one in found), found
+    for message, out in found:
+        assert all(word in message for word in words), message
+        assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("odd", ["dtype", "shape"])
+def test_rows_of_another_kind(odd: str) -> None:
+    """Rows that have as many bytes and another dtype or shape are another call."""
+    names = commdsl.threads(2)
+
+    def work(rank: int) -> Any:
+        route, sender = routed(names[rank], [[300], [64]]), sender_of(names[rank], 300, torch.float16)
+        rows = torch.zeros(route.rows, HEADS, DIM, dtype=torch.float16)
+        if rank:
+            rows = rows.bfloat16() if odd == "dtype" else rows.view(route.rows, HEADS * DIM)
+        sender.dispatch(rows, route)
+        return sender.synchronize()
+
+    assert {type(one) for one in outcomes(2, work)} == {AgreementError}
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -237,6 +293,26 @@ def test_no_plan() -> None:
                 routed(group, given, **terms)
 
     in_group(2, work)
+
+
+def test_float64() -> None:
+    """Without gradients float64 is attended to as in one place; with them it is refused before anything is sent, not in
+    the backward pass.
+    """
+
+    def work(rank: int, group: str) -> float:
+        route, sender = routed(group, LENGTHS), sender_of(group, 720, torch.float64)
+        tensors = drawn(route.rows, rank, torch.float64)
+        tensors = [one.detach() for one in tensors]
+        near = differ([sender.attend(*tensors, route)], [whole(LENGTHS[rank], *tensors)])
+        wanted = [one.requires_grad_() for one in tensors]
+        for _ in range(2):
+            with pytest.raises(TensorError, match=r"float64 rows have no gradient.*torch.no_grad"):
+                sender.attend(*wanted, route)
+        with torch.no_grad():
+            return max(near, differ([sender.attend(*wanted, route)], [whole(LENGTHS[rank], *tensors)]))
+
+    assert max(in_group(3, work)) < 1e-12
 
 
 def test_no_attention() -> None:

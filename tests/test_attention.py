@@ -348,6 +348,8 @@ DISAGREEMENTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "mask": lambda rank: {"causal": rank == 1},
     "placement": lambda rank: {"placement": "zigzag" if rank else "contiguous"},
     "scale": lambda rank: {"scale": 0.5 if rank else None},
+    "no scale at all": lambda rank: {"scale": 0.0 if rank else None},
+    "window": lambda rank: {"causal": True, "window": 3 + rank},
     "documents": lambda rank: {"cu_seqlens": [0, 8 + rank, 16]},
 }
 
@@ -365,6 +367,15 @@ def test_ranks_that_disagree(name: str, ring: str) -> None:
     found = outcomes(2, lambda rank: rank_does(rank, names[rank]))
     assert all(isinstance(one, AgreementError) for one in found), found
     assert "attention over 16 tokens" in str(found[0])
+
+
+def test_the_default_scale_is_a_scale() -> None:
+    """A rank that writes the default scale out agrees with one that leaves it to the default."""
+
+    def rank_does(rank: int, group: str) -> Any:
+        return attention(x(), x(), x(), group, scale=16**-0.5 if rank else None)
+
+    assert len(in_group(2, rank_does)) == 2
 
 
 def test_uneven_rows_without_a_length(ring: str) -> None:

@@ -6,15 +6,20 @@ real. What the builders keep in it, and that it heals, is in test_torn.py.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import hashlib
 import logging
 import os
 import pwd
 import re
+import shutil
 import signal
+import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +32,7 @@ from commdsl.commands.cli import run_command
 from commdsl.language import parsed, parser
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.source import Source
-from commdsl.machine import cache, private
+from commdsl.machine import cache, private, unfinished
 from commdsl.machine.config import from_environment
 from commdsl.machine.errors import CacheError
 
@@ -151,8 +156,8 @@ def test_a_maker_that_is_killed(place: Path, tmp_path: Path, monkeypatch: pytest
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
-    left = place / KEY[:2] / f"{cache.BUILDING}left"
-    fresh = place / KEY[:2] / f"{cache.BUILDING}fresh"
+    left = place / f"{unfinished.BUILDING}left"
+    fresh = place / f"{unfinished.BUILDING}fresh"
     for folder in (left, fresh):
         folder.mkdir()
         (folder / "half").write_text("x")
@@ -160,7 +165,74 @@ def test_a_maker_that_is_killed(place: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(cache.time, "sleep", lambda _: pytest.fail("it waits"))
     found = cache.entry(place, KEY, simple)
 
-    assert set(found.parent.iterdir()) == {found, fresh}
+    assert set(found.parent.iterdir()) == {found}
+    assert set(place.iterdir()) == {found.parent, fresh}
+
+
+FILLER = """
+import sys
+from pathlib import Path
+from commdsl.machine import cache
+def slowly(path, data):
+    path.write_bytes(data[:3])
+    print(path.parent, flush=True)
+    sys.stdin.read()
+cache._write_file = slowly
+cache.entry(Path(sys.argv[1]), cache.key(["a"]), lambda: {"result": b"x" * 9})
+"""
+
+
+def test_a_folder_stays_while_it_is_filled(place: Path) -> None:
+    """However old it is, a folder that a living process fills stays; that of a killed one goes, in any shard's name."""
+    command = [sys.executable, "-c", FILLER, str(place)]
+    filler = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert filler.stdout is not None
+    folder = Path(filler.stdout.readline().strip())
+    assert folder.name.startswith(unfinished.BUILDING)
+    os.utime(folder, (0, 0))
+    for name in "bcd":
+        cache.entry(place, cache.key([name]), simple)
+    cache.clear(place)
+    assert folder.is_dir()
+    filler.kill()
+    filler.communicate()
+    assert folder.is_dir()
+    os.utime(folder, (0, 0))
+    cache.entry(place, cache.key(["b"]), simple)
+    assert not folder.exists()
+
+
+def test_a_folder_that_is_swept_too_early(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has made a folder and not locked it yet makes another where it is removed; the entry is kept all the same."""
+    real, taken = os.open, []
+
+    def opened(path: object, flags: int, *rest: int, **more: int) -> int:
+        if str(path).endswith(cache.MANIFEST) and flags & os.O_EXCL and len(taken) < 2:
+            taken.append(Path(str(path)).parent)
+            taken[-1].rmdir()
+        return real(path, flags, *rest, **more)  # type: ignore[arg-type] # as os.open takes it
+
+    monkeypatch.setattr(os, "open", opened)
+    found = cache.entry(place, KEY, simple)
+
+    assert len(taken) == 2
+    assert found.is_relative_to(place)
+    assert set(place.iterdir()) == {found.parent}
+
+
+def test_without_locks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a file system has no locks, age alone decides, and entries are kept as elsewhere."""
+
+    def none(handle: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    (private.own_folder(place) / f"{unfinished.BUILDING}new").mkdir()
+    (place / f"{unfinished.BUILDING}old").mkdir()
+    os.utime(place / f"{unfinished.BUILDING}old", (0, 0))
+
+    assert cache.entry(place, KEY, simple).is_relative_to(place)
+    assert {path.name for path in place.glob(".*")} == {f"{unfinished.BUILDING}new"}
 
 
 def test_a_maker_that_stands_still(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +309,7 @@ def test_damage_heals(damage: str, place: Path, caplog: pytest.LogCaptureFixture
     assert {path.name: path.read_bytes() for path in again.iterdir() if path.name != cache.MANIFEST} == simple()
     assert cache.entry(place, KEY, never) == entry
     assert {(record.name, record.levelno) for record in caplog.records} == {("commdsl", logging.INFO)}
-    assert not list(place.rglob(f"{cache.ASIDE}*"))
+    assert not list(place.rglob(f"{unfinished.ASIDE}*"))
 
 
 def test_who_has_it_loaded_keeps_it(place: Path) -> None:
@@ -249,6 +321,23 @@ def test_who_has_it_loaded_keeps_it(place: Path) -> None:
 
         assert len(file.read()) == 500
     assert path.stat().st_size == 1000
+
+
+def test_names_that_lead_out(place: Path, tmp_path: Path) -> None:
+    """A manifest names files of its folder alone: one with a path in it is damaged, and no such entry is written."""
+    entry = cache.entry(place, KEY, simple)
+    for name in ("../outside", str(tmp_path / "outside"), "..", ".hidden", "", "sub/outside"):
+        (entry / "sub").mkdir(exist_ok=True)
+        for path in (entry.parent / "outside", tmp_path / "outside", entry / "sub" / "outside", entry / ".hidden"):
+            path.write_bytes(b"foreign")
+        digest = hashlib.sha256(b"foreign").hexdigest()
+        text = f"{cache.HEAD}\n{KEY}\n{digest} 7 {name}"
+        (entry / cache.MANIFEST).write_text(f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}")
+
+        assert cache.entry(place, KEY, simple) == entry
+        assert {path.name for path in entry.iterdir()} == {*simple(), cache.MANIFEST}
+        with pytest.raises(ValueError, match="plain files"):
+            cache.entry(place, cache.key([name]), lambda name=name: {name: b""})
 
 
 # --- owners -----------------------------------------------------------------------------------------------------------
@@ -309,6 +398,160 @@ def test_links(part: str, place: Path, tmp_path: Path) -> None:
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CacheError, match="symbolic link"):
         kept_list(place)
+
+
+def others_rename(folder: Path) -> None:
+    folder.chmod(0o777)
+
+
+def of_another(folder: Path) -> None:
+    os.chown(folder, 12345, -1)
+
+
+def of_a_group(folder: Path) -> None:
+    os.chown(folder, -1, 12345)
+    folder.chmod(0o775)
+
+
+def with_a_list(folder: Path) -> None:
+    folder.chmod(0o775)
+    entry = struct.Struct("<HHI")
+    rows = ((1, 7, -1), (2, 7, 12345), (4, 5, -1), (16, 7, -1), (32, 5, -1))  # 12345 may write
+    text = struct.pack("<I", 2) + b"".join(entry.pack(tag, mode, who & 0xFFFFFFFF) for tag, mode, who in rows)
+    os.setxattr(folder, private.ACCESS_LIST, text)
+
+
+ABOVE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "anybody may write it": (others_rename, r"others may write .* \(mode 0777, without the sticky bit"),
+    "another user's": (of_another, "belongs to user 12345"),
+    "a group may write it": (of_a_group, r"others may write .* \(mode 0775"),
+    "its own group, and a list": (with_a_list, r"others may write .* \(mode 0775"),
+    "its own group": (lambda folder: folder.chmod(0o775), ""),
+    "anybody, but sticky": (lambda folder: folder.chmod(0o1777), ""),
+    "anybody, where nobody comes": (lambda folder: (folder.chmod(0o777), folder.parent.chmod(0o700))[0], ""),
+    "another user's, below": (lambda folder: (of_another(folder), folder.parent.chmod(0o700))[0], ""),
+}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="folders of other users are made by root")
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("kind", ABOVE)
+def test_folders_above(kind: str, deep: bool) -> None:
+    """A cache, there or still to be made, is refused where another user may rename a folder above it, only there."""
+    change, said = ABOVE[kind]
+    with opened_up() as top:
+        folder = top / "open" / "shared"
+        place = folder / "mine" / "cache" if deep else folder / "cache"
+        for path in (folder.parent, folder):
+            path.mkdir()
+            path.chmod(0o755)
+        made = cache.entry(place, KEY, simple) if deep else None
+        change(folder)
+        if said:
+            with pytest.raises(CacheError, match=f"C970.*{said}.*COMMDSL_CACHE_DIR"):
+                cache.entry(place, KEY, never if made else simple)
+            if deep:
+                with pytest.raises(CacheError, match=said):
+                    cache.clear(place)
+        else:
+            assert cache.entry(place, KEY, never if made else simple).is_dir()
+
+
+@contextlib.contextmanager
+def opened_up() -> Iterator[Path]:
+    """A folder that other users may enter, which those of pytest are not."""
+    with tempfile.TemporaryDirectory(prefix="commdsl-test-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def test_owners_of_a_user_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container that shows every foreign owner as `nobody`, the folders of the system are not refused."""
+    real = os.lstat
+
+    def owned(path: object) -> os.stat_result:
+        fields = list(real(path))  # type: ignore[call-overload] # as os.lstat takes it
+        if Path(str(path)) in tmp_path.parents:
+            fields[0], fields[4] = 0o40755, 65534
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(os, "lstat", owned)
+    place = tmp_path / "cache"
+    with pytest.raises(CacheError, match="belongs to user 65534"):
+        cache.entry(place, KEY, simple)
+    read = Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda path: "0 1000 1\n" if str(path) == "/proc/self/uid_map" else read(path)
+    )
+    assert cache.entry(place, KEY, simple).is_dir()
+
+
+def renaming(folder: Path, names: tuple[str, str], done: threading.Event | None) -> None:
+    """Give two folders each other's name, over and over; where that is not allowed, try."""
+    first, second = (folder / name for name in names)
+    while done is None or not done.is_set():
+        for source, dest in ((first, folder / "aside"), (second, first), (folder / "aside", second)):
+            with contextlib.suppress(OSError):
+                os.rename(source, dest)
+
+
+def attacked(folder: Path) -> tuple[Path, list[str]]:
+    """A cache with a program in it, and one beside it in which the program is another; and what was run."""
+    ran: list[str] = []
+    place = folder / "mine" / "cache"
+    cache.entry(place, KEY, lambda: {"program.py": b"ran.append('own')"})
+    shutil.copytree(folder / "mine", folder / "other")
+    for path in (folder / "other").rglob("program.py"):
+        path.write_text("ran.append('foreign')")
+    return place, ran
+
+
+def loads(place: Path, ran: list[str], count: int) -> int:
+    """Load and run what the cache has; how often it was refused."""
+    refused = 0
+    for _ in range(count):
+        try:
+            program = cache.entry(place, KEY, lambda: {"program.py": b"ran.append('own')"}) / "program.py"
+            exec(program.read_bytes())
+        except (CacheError, OSError):
+            refused += 1
+    return refused
+
+
+def test_folders_renamed_while_loads_happen() -> None:
+    """Where others may rename the folder of the cache, nothing of it is run: what was verified may not be what is."""
+    with opened_up() as folder:
+        place, ran = attacked(folder)
+        folder.chmod(0o777)
+        done = threading.Event()
+        attacker = threading.Thread(target=renaming, args=(folder, ("mine", "other"), done))
+        attacker.start()
+        try:
+            refused = loads(place, ran, 300)
+        finally:
+            done.set()
+            attacker.join()
+    assert "foreign" not in ran
+    assert (refused, ran) == (300, [])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user is played by a child of root")
+def test_another_user_renames() -> None:
+    """In a folder such as /tmp another user tries the same and gets nowhere: all is run, and it is the user's own."""
+    with opened_up() as folder:
+        place, ran = attacked(folder)
+        folder.chmod(0o1777)
+        child = os.fork()
+        if child == 0:
+            os.setgid(12345)
+            os.setuid(12345)
+            renaming(folder, ("mine", "other"), None)
+        try:
+            refused = loads(place, ran, 300)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert (refused, ran) == (0, ["own"] * 300)
 
 
 def test_new_is_private(place: Path) -> None:
@@ -484,7 +727,8 @@ def test_cleared(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     (place / KEY[:2] / "mine.txt").write_text("x")
     (place / "ab").mkdir(exist_ok=True)
     (place / "ab" / "mine").mkdir()
-    (place / KEY[:2] / f"{cache.BUILDING}left").mkdir()
+    (place / KEY[:2] / f"{unfinished.BUILDING}left").mkdir()
+    (place / f"{unfinished.BUILDING}left").mkdir()
 
     assert run_command(["cache"]) == 0
     assert capsys.readouterr().out.startswith(f"{place}: 3 entries, 3.")
@@ -494,6 +738,84 @@ def test_cleared(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert cache.entries(place) == ()
     left = {path.relative_to(place).as_posix() for path in place.rglob("*")}
     assert left == {"mine.txt", KEY[:2], f"{KEY[:2]}/mine.txt", "ab", "ab/mine"}
+
+
+def test_links_are_cleared_and_not_followed(place: Path, tmp_path: Path) -> None:
+    """Of links that have the names of entries, shards, locks or unfinished folders the links go, and nothing else."""
+    entry = cache.entry(place, KEY, simple)
+    outside = tmp_path / "outside"
+    (outside / KEY).mkdir(parents=True)
+    (outside / KEY / "mine.txt").write_text("x")
+    other = next(name for name in ("00", "01") if name != KEY[:2])
+    links = (
+        entry.parent / cache.key(["b"]),
+        entry.parent / f".{KEY}.lock",
+        entry.parent / f"{unfinished.BUILDING}x",
+        place / f"{unfinished.BUILDING}x",
+        place / other,
+    )
+    for link in links:
+        link.symlink_to(outside)
+    (place / "mine").symlink_to(outside)
+    cache.clear(place)
+
+    assert list(place.iterdir()) == [place / "mine"]
+    assert (outside / KEY / "mine.txt").read_text() == "x"
+
+
+def test_a_cache_that_is_a_link_is_not_cleared(place: Path, tmp_path: Path) -> None:
+    """It is refused with what to do, and what it leads to is untouched; a cache that is not there is clear."""
+    entry = cache.entry(tmp_path / "real", KEY, simple)
+    place.symlink_to(tmp_path / "real")
+    with pytest.raises(CacheError, match="symbolic link"):
+        cache.clear(place)
+    assert entry.is_dir()
+    cache.clear(tmp_path / "none")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="entries of other users are made by root")
+def test_what_is_anothers_is_not_cleared(place: Path) -> None:
+    """An entry of another user stays and is named; all others go."""
+    mine, theirs = (cache.entry(place, cache.key([name]), simple) for name in "ab")
+    os.chown(theirs, 12345, -1)
+    with pytest.raises(CacheError, match=f"{theirs} belongs to user 12345"):
+        cache.clear(place)
+    assert not mine.exists()
+    assert (theirs / "result").is_file()
+
+
+def test_what_cannot_be_removed_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest goes, and the error says what stayed and why."""
+    first, second = (cache.entry(place, cache.key([name]), simple) for name in "ab")
+    real = shutil.rmtree
+
+    def removed(path: Path, **more: bool) -> None:
+        if path == first:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        real(path, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    with pytest.raises(CacheError, match=f"{first}: Permission denied"):
+        cache.clear(place)
+    assert not second.exists()
+
+
+def test_entries_that_appear_while_clearing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay, whole; and what another process removes first is no error."""
+    for name in "ab":
+        cache.entry(place, cache.key([name]), simple)
+    late, real, cleared = cache.key(["late"]), shutil.rmtree, cache.entries(place)
+
+    def removed(path: Path, **more: bool) -> None:
+        if path in cleared:
+            real(path)
+            cache.entry(place, late, simple)
+        real(path, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    cache.clear(place)
+    assert not any(path.exists() for path in cleared)
+    assert cache.entry(place, late, never).is_dir()
 
 
 def test_config_reads_the_environment(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from commdsl import compiler
 from commdsl.checks import check_schedule
 from commdsl.checks.roles import unused_roles
 from commdsl.ir.schedules import AnyStep, Buffer, CycleSet, RoleSet, Schedule, Statement, Yield
-from commdsl.language.diagnostics import CommError, Diagnostic
+from commdsl.language.diagnostics import CommError, Diagnostic, Severity
 from commdsl.language.kinds import BufferKind, LinkScope, MoveKind
 from commdsl.language.parser import parse
 from commdsl.language.source import Source
@@ -310,3 +310,28 @@ def test_roles_without_work(text: str, codes: list[str]) -> None:
     """Every role but `compute` has a schedule on it; a file of roles alone is a library."""
     file = parse(Source("roles.comm", text))
     assert [found.code for found in unused_roles((file,))] == codes
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "code"),
+    [
+        ("schedule one for P ranks { inout x  ensure allreduce(x)  each r { reduce x @ all -> x } }", 1, "C311"),
+        ("schedule one for P ranks { input x  output y  scratch t  ensure permutation(x -> y) r -> r"
+         "  each r { put x -> y @ r  put x -> t @ (r + 1) % P } }", 1, "C310"),
+        ("schedule some(N = 1) for P ranks { input x  output y  scratch t  ensure permutation(x -> y) r -> r"
+         "  each r { put x -> t @ (r + 1) % P }  each r { put x -> y @ r }"
+         "  for s in 1 ..< N { each r { reduce t -> y } } }", 4, "C310"),
+    ],
+)  # fmt: skip
+def test_what_is_useless_at_a_degenerate_number_of_ranks_is_warned_of(text: str, ranks: int, code: str) -> None:
+    """With one rank, and where a loop has no iteration, such statements are warned of; what is there is proved."""
+    checked = compiler.check(compiler.read_text(text, "one.comm", Path()), ranks=ranks)
+    assert [(one.code, one.severity) for one in checked.warnings] == [(code, Severity.WARNING)]
+
+
+def test_what_is_useless_elsewhere_is_an_error() -> None:
+    """With two ranks, and loops that have iterations, it is a mistake."""
+    moves = "each r { put x -> y @ r  put x -> t @ (r + 1) % P }"
+    text = f"schedule s for P ranks {{ input x  output y  scratch t  ensure permutation(x -> y) r -> r  {moves} }}"
+    with pytest.raises(CommError, match="C310"):
+        compiler.check(compiler.read_text(text, "one.comm", Path()), ranks=2)

@@ -17,8 +17,8 @@ from xml.etree import ElementTree
 import pytest
 
 from commdsl import compiler
-from commdsl.build import host, host_keys, host_rows, host_run
-from commdsl.commands import new, output
+from commdsl.build import arena, host, host_keys, host_rows, host_run
+from commdsl.commands import new, output, trial
 from commdsl.commands.arguments import UsageError, parse_bytes, parse_param, parse_ranks
 from commdsl.commands.cli import run_command
 from commdsl.commands.report import ratio_text
@@ -149,6 +149,30 @@ def test_check_for_the_nearest(tmp_path: Path, capsys: Capture) -> None:
     assert found[3:] == [("shift", "16"), ("shift", "5")]
 
 
+def test_check_folders(tmp_path: Path, capsys: Capture) -> None:
+    """Of a folder every .comm file below it is checked, in the order of names, whatever is wrong with one of them."""
+    ring = Path(RING).read_text(encoding="utf-8")
+    for name in ("b/second.comm", "a/first.comm", "third.comm", ".hidden/no.comm", "b/notes.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(ring.replace("allreduce_ring", Path(name).stem), encoding="utf-8")
+    assert run_command(["check", str(tmp_path), "--ranks", "2"]) == 0
+    proved = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
+    assert proved == ["first:", "second:", "third:"]
+    (tmp_path / "a" / "first.comm").write_text("schedule first for", encoding="utf-8")
+    (tmp_path / "b" / "second.comm").write_text("schedule second {", encoding="utf-8")
+    assert run_command(["check", str(tmp_path), "--ranks", "2", "--concise"]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("✓ third")
+    assert [Path(line.partition(":")[0]).name for line in err.splitlines()] == ["first.comm", "second.comm"]
+
+
+def test_check_an_empty_folder(tmp_path: Path, capsys: Capture) -> None:
+    """A folder without a .comm file is an error that says so."""
+    (tmp_path / "notes.md").write_text("nothing")
+    assert run_command(["check", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"usage: {tmp_path} is a folder with no .comm file in it\n"
+
+
 def test_use_of_a_folder(tmp_path: Path, capsys: Capture) -> None:
     """A folder is there, but is no file."""
     (tmp_path / "box.comm").mkdir()
@@ -261,7 +285,7 @@ def test_check_machine(capsys: Capture) -> None:
         ["check", RING, "--ranks", "many"],
         ["check", RING, "K=x"],
         ["check", RING, "--nonsense"],
-        ["check", "schedules"],
+        ["run", "schedules"],
         ["nonsense"],
         ["run", RING, "--dtype", "float7"],
         ["run", RING, "--op", "xor"],
@@ -613,7 +637,7 @@ def test_run(capsys: Capture) -> None:
     assert not re.search(r"C\d{3}", text)  # laws are told by what they say
 
 
-@pytest.mark.parametrize("options", [["--processes"], ["--dtype", "bfloat16", "--op", "avg"], ["--bytes", "0"]])
+@pytest.mark.parametrize("options", [["--processes"], ["--dtype", "bfloat16", "--op", "avg"], ["--bytes", "4"]])
 def test_run_options(options: list[str], capsys: Capture) -> None:
     """The other ways to run are right, too."""
     assert run_command(["run", RING, "--ranks", "3", "--bytes", "10KB", "--json", *options]) == 0
@@ -621,6 +645,78 @@ def test_run_options(options: list[str], capsys: Capture) -> None:
 
     assert done["kernel"]["ran"] is True
     assert done["kernel"]["right"] is True
+
+
+@pytest.mark.parametrize(
+    ("words", "least"),
+    [
+        ([RING, "--bytes", "0"], "4 B"),
+        ([RING, "--bytes", "3"], "4 B"),
+        ([RING, "--bytes", "7", "--dtype", "float64"], "8 B"),
+        (["alltoall_direct", "--bytes", "7"], "8 B"),
+        ([ROTATION, "--bytes", "1"], "4 B"),
+        (["matmul_reducescatter", "--bytes", "3"], "4 B"),
+        (["allgather_uneven", "--bytes", "3"], "8 B"),
+    ],
+)
+def test_run_of_nothing_is_refused(words: list[str], least: str, capsys: Capture) -> None:
+    """Sizes at which no element would be compared are refused, with the smallest that is not."""
+    ranks = "3" if words[0] == ROTATION else "2"
+    assert run_command(["run", *words, "--ranks", ranks]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "nothing to move or compare" in err
+    assert err.endswith(f"takes {least}\n")
+
+
+def test_a_comparison_of_nothing_is_a_fault(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """Whatever ran and was held to nothing is not right."""
+    monkeypatch.setattr(trial, "compare", lambda *_: (0, ""))
+    assert run_command(["run", RING, "--ranks", "2", "--bytes", "1KB"]) == 3
+    assert "no byte was compared" in capsys.readouterr().out
+
+
+LIMITED = """
+import resource, sys
+from commdsl.commands.cli import run_command
+resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+sys.exit(run_command(["run", "allreduce_ring", "--ranks", "32", "--bytes", "4KB", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="address space is limited by Linux alone")
+def test_too_little_memory_says_what_takes_it() -> None:
+    """A run that the machine has no room for says what takes how much, and how to take less; it exits 5."""
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=False)
+    assert done.returncode == 5, done.stderr
+    assert re.fullmatch(
+        r"resources: the host ranks need 3\.\d\d GB of address space \(\d\.\d\d GB for the heap of all ranks.*\)"
+        r"; [\d.]+ GB can be had, .*; fewer --ranks or --bytes take less, and so do fewer --tune lanes\n",
+        done.stderr,
+    )
+    fewer = [sys.executable, "-c", LIMITED, "--tune", "lanes=2"]
+    assert subprocess.run(fewer, capture_output=True, text=True, check=False).returncode == 0
+
+
+def test_heaps_take_what_is_touched(capsys: Capture) -> None:
+    """Heaps of ranks may be larger together than this machine is: pages that nobody touches take no room."""
+    assert arena.Ground(size=1 << 42).made(None).size >= 1 << 42
+
+
+@pytest.mark.parametrize("ends", ["residual t", "gelu, residual t", "swiglu, residual t", "bias b, residual t"])
+def test_run_of_rows_that_came_with_a_residual(ends: str, tmp_path: Path, capsys: Capture) -> None:
+    """The rows that are multiplied lie in a scratch buffer, which nobody gives, and a residual is added."""
+    path = tmp_path / "came.comm"
+    path.write_text(
+        f"""schedule came for P ranks where P >= 2 {{
+          input x  input w  input t  {"input b  " if "bias" in ends else ""}scratch a  output y
+          ensure each r {{ y == x @ (r - 1) % P }}
+          each r {{ put x -> a @ (r + 1) % P }}
+          each r {{ compute matmul(a, w -> y) with {ends} }}
+        }}"""
+    )
+    assert run_command(["run", str(path), "--ranks", "2", "--bytes", "4KB"]) == 0
+    assert "equal to the oracle" in capsys.readouterr().out
 
 
 def test_run_yields(capsys: Capture) -> None:

@@ -63,6 +63,29 @@ def test_capture_names_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
             call(torch.zeros(1024), group=name)
 
 
+def test_no_graph_holds_a_work() -> None:
+    """torch.compile breaks a graph at a call with async_op=True; where it may not, the error says what to leave out."""
+    (group,) = commdsl.threads(1)
+    ring = commdsl.load("allreduce_ring", ranks=2)
+
+    def in_place(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        commdsl.all_reduce_(y, group=group, async_op=True).wait()
+        return y + 1
+
+    def new(x: torch.Tensor) -> torch.Tensor:
+        return commdsl.all_gather(x * 2, group=group, async_op=True).wait() + 1
+
+    def loaded(x: torch.Tensor) -> torch.Tensor:
+        return ring(x * 2, group=group, async_op=True).wait() + 1
+
+    for call in (in_place, new, loaded):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"leave async_op out within torch\.compile"):
+            torch.compile(call, fullgraph=True, backend="eager")(torch.ones(3))
+    for call in (in_place, new):
+        assert torch.equal(torch.compile(call, backend="eager")(torch.ones(3)), torch.full((3,), 3.0))
+
+
 def test_choice_says_why() -> None:
     """A choice names its schedule, its tuning and the reason, and depends on nothing but what was said."""
     chosen = commdsl.choice("all_reduce", 2 << 20, 4, "NVIDIA Unheard-of")

@@ -202,10 +202,7 @@ REFUSED = [
     (["check", "spanning", "--ranks", "8"], "`spanning` is for 4 ranks: leave --ranks out"),
     (["compile", "--schedule", "mine"], "--schedule names a declaration of a FILE"),
     (["show", "mine.comm", "--schedule", ""], "--schedule names a declaration of a FILE"),
-    (
-        ["run", "alltoall_direct", "--op", "max", "--bytes", "1KB"],
-        "`alltoall_direct` combines nothing: leave out --op max",
-    ),
+    (["run", "alltoall_direct", "--op", "max", "--bytes", "1KB"], "combines nothing: leave out --op max"),
     (["choice", "all_reduce", "64KB", "--ranks", "4", "--heads", ""], "--heads is for `attention`"),
     (["choice", "all_reduce", "64KB", "--ranks", "4", "--on", "dgx1"], "--on is for `attention`"),
     (["choice", "attention", "8K", "--ranks", "4", "--heads", ""], "--heads is a number"),
@@ -355,7 +352,7 @@ MISTAKES = [
     (["run", "qwertz"], "`commdsl list` says what is shipped"),
     (["run", "mine.comm", "8"], "ranks are given as --ranks 8"),
     (["run", ""], "is a folder"),
-    (["check", "."], "is a folder: name files in it"),
+    (["show", "."], "is a folder: name files in it"),
     (["check", "notes.md"], "notes.md is no .comm file"),
     (["check", "mine.comm", "--ranks", "0"], "there is 1 rank at least"),
     (["check", "mine.comm", "--ranks", "x"], "expects a number"),
@@ -394,6 +391,7 @@ MISTAKES = [
     (["plan", "100", "200", "--ranks", "2", "--keys", f"{10**26}"], "not in the range"),
     (["choice", "attention", f"{10**20}M", "--ranks", "4"], "of 0 to 2,147,483,647 tokens"),
     (["choice", "attention", "8K", "--ranks", "4", "--window", f"{10**23},0"], "of 0 to 2,147,483,647 tokens"),
+    (["choice", "attention", "8K", "--ranks", "1"], "needs 2 or more of them, not 1"),
     (
         ["show", "matmul_allreduce", "--stage", "timeline", "--shape", "8x0x8"],
         "a product is of rows, depth and columns",

@@ -85,3 +85,24 @@ def test_one_call_more(names: tuple[str, ...]) -> None:
     assert isinstance(found[0], commdsl.RendezvousError)
     assert found[0].missing == (1,)
     assert "to compare call 1, `allreduce_ring` of float32[6] by sum" in str(found[0])
+
+
+def test_a_gradient_on_one_rank_alone(names: tuple[str, ...]) -> None:
+    """The gradient's call of one rank is not taken for the next call of a rank that has no gradient."""
+    x = torch.arange(6.0)
+
+    def work(rank: int) -> Any:
+        mine = x.clone().requires_grad_(rank == 0)
+        made = one(mine, names[rank])
+        if rank == 0:
+            made.sum().backward()
+            return mine.grad
+        return one(x, names[rank])
+
+    found, after = outcomes(RANKS, work), outcomes(RANKS, lambda rank: one(x, names[rank]))
+    plain = "`allreduce_ring` of float32[6] by sum"
+    for error in found:
+        assert isinstance(error, AgreementError)
+        assert f"rank 0 calls {plain}, in a backward pass at" in str(error)
+        assert f"rank 1 calls {plain} at" in str(error)
+    assert all(torch.equal(total, 2 * x) for total in after)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import ir_builder as build
 import numpy as np
@@ -12,14 +15,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from commdsl import compiler
 from commdsl.checks import check_schedule, contributions
 from commdsl.checks.contributions import forward, initial, recount
 from commdsl.checks.determinism import expressions
 from commdsl.checks.locations import Located, LocatedTask
 from commdsl.ir import held as ir_held
 from commdsl.ir.schedules import AnyStep, Schedule, Statement, Step, Task, Yield
-from commdsl.language.diagnostics import Diagnostic
+from commdsl.language.diagnostics import CommError, Diagnostic
 from commdsl.language.kinds import BufferKind, MoveKind
+from commdsl.program.proof.values import combined
 
 
 def only(schedule: Schedule) -> Diagnostic:
@@ -323,3 +328,54 @@ def test_yields_are_located() -> None:
     (first, *_) = located.steps
     assert isinstance(first, LocatedTask)
     assert first.reads.shape == (3, 1)
+
+
+FALSE_SUM = """
+schedule f for P ranks {
+  input x[64 blocks]
+  output y
+  ensure each r where r == 0 { y == sum(x[[0,8,16,18,24,29,30,32,33,49,57][i]] @ 0 for i in 0 ..< 11) }
+  each r where r == 0 { reduce x[[15,23,26,37,38,43,44,48,56,62,63][i]] @ 0 for i in 0 ..< 11 -> y }
+}
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 16, 64])
+def test_a_false_sum_with_the_fingerprint_of_the_right_one(ranks: int) -> None:
+    """Two sums whose marks agree under the fixed key of old are told apart, by counting or under a key of now."""
+    files = compiler.read_text(FALSE_SUM, "f.comm", Path())
+    with pytest.raises(CommError) as caught:
+        compiler.check(files, ranks=ranks)
+    assert [one.code for one in caught.value.diagnostics] == ["C308"]
+
+
+def test_short_sums_are_counted() -> None:
+    """The marks of a schedule of eight ranks with a thousand chunks are counts, one for each chunk given."""
+    x, y = build.buffer(BufferKind.INPUT, "x", blocks=64), build.buffer(BufferKind.OUTPUT, "y")
+    me = np.arange(8)
+    schedule = build.schedule(8, (x, y), (), (build.step(build.move(MoveKind.COPY, (0, me, 0), (1, me, 0), me)),))
+    assert initial(Located(schedule)).sums.shape[1] == 8 * 64
+
+
+def test_marks_are_keyed_and_what_is_said_is_not(tmp_path: Path) -> None:
+    """Another process has other marks, and says the same."""
+    path = tmp_path / "f.comm"
+    path.write_text(FALSE_SUM, encoding="utf-8")
+    code = (
+        "import sys, numpy as np; from commdsl.ir.marks import mark; from commdsl.__main__ import main;"
+        "print(mark(np.arange(2, dtype=np.uint64)), file=sys.stderr);"
+        f"sys.argv = ['commdsl', 'check', {str(path)!r}, '--ranks', '64', '--json']; main()"
+    )
+    done = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False) for _ in range(2)]
+    assert done[0].stderr != done[1].stderr
+    assert done[0].stdout == done[1].stdout
+    assert '"C308"' in done[0].stdout
+
+
+def test_a_value_added_to_itself_is_a_value() -> None:
+    """(a + b) + (a + b) in one reduction is not nothing, and is not (c + d) + (c + d)."""
+    a, b, c, d = (np.array([value], np.uint64) for value in (3, 5, 7, 11))
+    pairs = [[(a, None), (b, None)], [(c, None), (d, None)]]
+    found = [combined([*pair, (combined(pair), None)]) for pair in pairs]
+    assert found[0] != 0
+    assert found[0] != found[1]

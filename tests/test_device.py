@@ -386,6 +386,23 @@ def test_asynchronous(gpu: FakeGpu) -> None:
     run(gpu, body)
 
 
+@pytest.mark.parametrize("count", [1000, 40_000], ids=["within the tensor", "by a copy"])
+def test_asynchronous_in_place(gpu: FakeGpu, count: int) -> None:
+    """The tensor has its result when the stream of the call has come so far; waiting copies nothing."""
+
+    def body(rank: Rank) -> None:
+        x = torch.full((count,), rank.rank + 1.0)
+        work = commdsl.all_reduce_(x, group=rank.name, async_op=True)
+        (*_, last) = (launch for launch in gpu.launches if launch.rank == rank.rank)
+        assert last.stream is rank.comm.side_stream
+        assert last.number not in gpu.current.before
+        assert torch.equal(x, torch.full((count,), 3.0))
+        assert work.wait() is x
+        assert last.number in gpu.current.before
+
+    run(gpu, body)
+
+
 def test_lanes_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel whose lanes cannot all be resident is refused, not shrunk."""
     gpu = FakeGpu(RANKS, blocks_per_sm=0)

@@ -80,7 +80,7 @@ def test_opcheck(put: str, way: Way) -> None:
         tensors = [one.requires_grad_() for one in rank.tensors(here)][: 3 if way.has_keys else 1]
         tables = sender.tables(route, way, tensors)
         for padded in (False, True):
-            arguments = (tensors, *tables, list(there[: len(tensors)]), way.value, padded, padded, sender.name)
+            arguments = (tensors, *tables, list(there[: len(tensors)]), way.value, padded, padded, sender.name, "")
             torch.library.opcheck(torch.ops.commdsl.move_rows, arguments)
 
     on_ranks(1, work)

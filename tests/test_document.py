@@ -301,12 +301,25 @@ def test_profiles() -> None:
             cut = causal_chunks if "causal" in name else chunks
             tensors = (mine[0], *(cut(one, count, 1) if count else one for one in mine[1:]))
             plain, profiled = getattr(attention, name), getattr(attention, f"{name}_profile")
-            assert inspect.signature(plain).parameters == inspect.signature(profiled).parameters
+            parameters = dict(inspect.signature(profiled).parameters)
+            if "ring" in name:
+                settings = {**settings, "world_size": 8}
+                assert parameters.pop("world_size").default is None
+            assert inspect.signature(plain).parameters == parameters
             if "causal" in name:  # pieces of 4 rows over 7 cycles: some have none
                 tensors = (mine[0], *([one[:, :2], one[:, 2:], *[one[:, :0]] * 5] for one in mine[1:]))
             *found, times = profiled(group, *tensors, None, **settings)
+            settings.pop("world_size", None)
             for one, other in zip(found, plain(group, *tensors, None, **settings), strict=True):
                 assert torch.equal(one, other)
+            assert dict(times) == {
+                "total_time": 1e3 * times.total,
+                "comm_total_time": 1e3 * times.communication,
+                "comp_total_time": 1e3 * times.computation,
+            }
+            assert times["total_time"] == dict(times.items())["total_time"] > 0
+            with pytest.raises(KeyError):
+                times["total"]
             assert len(times.steps) == 8
             assert all(step.computation > 0 for step in times.steps)
             assert times.steps[0].communication == 0
@@ -359,8 +372,11 @@ def test_blocks_of_no_keys_and_of_large_scores(kept: bool) -> None:
 
 # --- names ------------------------------------------------------------------------------------------------------------
 
-RING = "process_group q k v softmax_scale dropout_p=0 causal=False window_size=(-1, -1)"
-ZIGZAG = RING.replace("False", "True") + " alibi_slopes=None deterministic=False"
+BOTH = (
+    "process_group q k v softmax_scale dropout_p=0 causal={} window_size=(-1, -1) alibi_slopes=None deterministic=False"
+)
+RING, ZIGZAG = BOTH.format(False), BOTH.format(True)
+"""The document has the last two parameters of the second alone; the original code of both."""
 CYCLES = (
     "process_group q k v softmax_scale0 dropout_p=0 world_size=8 looping=None out_mapping=None in_mapping=None "
     "layout='BSND'"
@@ -411,6 +427,7 @@ X = torch.zeros(1, 4, 2, 8)
 PIECES = list(X.split(2, 1))
 RINGED = attention.ring_attention_forward_flash_attn
 ZIGZAGGED = attention.zigzag_ring_attention_forward_flash_attn
+PROFILED = attention.zigzag_ring_attention_forward_flash_attn_profile
 FULLY = attention.hamilton_attention_forward_full_flash_attn
 CAUSALLY = attention.hamilton_attention_forward_causal_flash_attn
 IN_NODES = attention.hamilton_attention_forward_full_flash_attn_two_nodes
@@ -418,6 +435,17 @@ REFUSED: list[tuple[Callable[[str], Any], type[Exception], str]] = [
     (lambda g: RINGED(g, X, X, X, None, 0.1), commdsl.ArgumentError, "no dropout"),
     (lambda g: FULLY(g, X, PIECES, PIECES, None, 0.1, 3), commdsl.ArgumentError, "no dropout"),
     (lambda g: ZIGZAGGED(g, X, X, X, None, alibi_slopes=X), commdsl.ArgumentError, "no mask or bias"),
+    (lambda g: RINGED(g, X, X, X, None, alibi_slopes=X), commdsl.ArgumentError, "no mask or bias"),
+    (lambda g: RINGED(g, X, X, X, None, deterministic=1), commdsl.ArgumentError, "True or False, not 1"),
+    (lambda g: RINGED(g, X, X, X, None, 0, 8), commdsl.ArgumentError, "`causal` is True or False, not 8"),
+    (lambda g: PROFILED(g, X, X, X, None, world_size=9), commdsl.ArgumentError, "`world_size` is 9"),
+    (lambda g: attention.gen_hamilton_circle("8"), commdsl.ArgumentError, "`n` is a whole number from 0 on, not '8'"),
+    (
+        lambda g: attention.gen_hamilton_path_local(2.5),
+        commdsl.ArgumentError,
+        "`m` is a whole number from 0 on, not 2.5",
+    ),
+    (lambda g: attention.gen_hamilton_circle_two_nodes(None), commdsl.ArgumentError, "`n` is a whole number"),
     (lambda g: RINGED(g, X, X, X, None, window_size=(-2, 0)), commdsl.ArgumentError, "-1 for no bound"),
     (lambda g: RINGED(g, X, X, X, None, window_size=7), commdsl.ArgumentError, "two whole numbers"),
     (lambda g: RINGED(g, X, X, X, "large"), commdsl.ArgumentError, "`scale` is a number"),

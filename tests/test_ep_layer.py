@@ -27,6 +27,7 @@ from thread_ranks import in_group, outcomes  # noqa: E402 - after the check for 
 
 import commdsl  # noqa: E402 - after the check for torch
 from commdsl import ep  # noqa: E402 - after the check for torch
+from commdsl.machine.errors import ArgumentError  # noqa: E402 - after the check for torch
 from commdsl.runtime.errors import (  # noqa: E402 - after the check for torch
     AgreementError,
     CaptureError,
@@ -549,6 +550,12 @@ WRONG = {
     "too many": ((torch.zeros(13, HIDDEN), torch.zeros(13, 2, dtype=torch.int32)), DispatchError, "up to 12"),
     "weights": ((TOKENS, CHOSEN, torch.zeros(3, 2).double()), TensorError, "expected torch.float32"),
     "scatter indices": ((TOKENS, CHOSEN, None, CHOSEN[:2]), TensorError, "scatter indices"),
+    "an array": ((TOKENS.numpy(), CHOSEN), TensorError, "`input` is a torch tensor, not `numpy.ndarray`.*from_numpy"),
+    "no tokens": ((None, CHOSEN), TensorError, "`input` is a torch tensor, not `None`"),
+    "a list": ((TOKENS, CHOSEN.tolist()), TensorError, "`exp_indices` is a torch tensor, not `list`"),
+    "weight": ((TOKENS, CHOSEN, 0.5), TensorError, "`weight` is a torch tensor, not `float`"),
+    "top-k weights": ((TOKENS, CHOSEN, torch.zeros(3, 1)), TensorError, r"`weight`: expected \(3, 2\)"),
+    "indices": ((TOKENS, CHOSEN, None, [1]), TensorError, "`full_scatter_indices` is a torch tensor, not `list`"),
 }
 
 
@@ -563,13 +570,21 @@ def test_refused() -> None:
     rows, _, desc = layer.dispatch(TOKENS, CHOSEN)
     with pytest.raises(TensorError, match="expected 6 rows"):
         layer.combine(rows[:5], desc)
-    with pytest.raises(TensorError, match="summed in one of"):
+    with pytest.raises(TensorError, match=r"torch.float64.*torch.float32.*input.to\(torch.float32\)"):
         layer.combine(rows.double(), desc)
+    with pytest.raises(TensorError, match="summed in one of"):
+        layer.combine(rows.int(), desc)
+    for wrong in (None, rows, desc.known.handle):
+        with pytest.raises(ArgumentError, match="`ep_a2a_layout_desc` is an EPAllToAllLayoutDesc"):
+            layer.combine(rows, wrong)
+    with pytest.raises(TensorError, match="`input` is a torch tensor, not `None`"):
+        layer.combine(None, desc)
     layer.finalize()
     with pytest.raises(DispatchError, match="was released"):
         layer.dispatch(TOKENS, CHOSEN)
-    with pytest.raises(commdsl.CommError, match="132 SMs"):
-        layer_of(case, 0, name, num_sm=133)
+    for number in (133, 500):
+        with pytest.raises(DispatchError, match=f"`num_sm` is a whole number from 1 to 132.*132 SMs, not {number}"):
+            layer_of(case, 0, name, num_sm=number)
 
 
 @pytest.mark.parametrize(
@@ -605,3 +620,160 @@ def test_layers_that_differ() -> None:
         layer_of(case, rank, names[rank], max_tokens=12 + rank)
 
     assert all(isinstance(error, AgreementError) for error in outcomes(2, work))
+
+
+@pytest.mark.parametrize("option", [{"exact": False}, {"use_aot": True}, {"weight_dtype": torch.float16}])
+def test_layers_of_other_settings(option: dict[str, Any]) -> None:
+    """Settings that change which calls a layer makes, or what it returns, are compared when it is made."""
+    names = commdsl.threads(2)
+    case = Case.drawn("any", 2, 4, 2, 8, torch.float32)
+
+    def work(rank: int) -> None:
+        layer_of(case, rank, names[rank], **(option if rank else {}))
+
+    found = outcomes(2, work)
+
+    assert {type(one) for one in found} == {AgreementError}
+    assert all(next(iter(option)) in str(one) for one in found)
+
+
+def _calls(case: Case, layer: Any, rank: int) -> dict[str, Callable[[], Any]]:
+    """Calls of which the two ranks make different ones, by the argument that differs."""
+    x, chosen, weight = case.x[rank], case.chosen[rank], case.weight[rank]
+    indices = case.scatter_indices()
+
+    def combined(change: Callable[[Any], Any]) -> None:
+        rows, _, desc = layer.dispatch(x, chosen)
+        layer.combine(change(rows), desc)
+
+    def weighed() -> None:
+        _, _, desc = layer.dispatch(x, chosen)
+        rows = torch.zeros(desc.known.exchange.limits.received, HIDDEN)
+        ep.combine(desc.known.exchange, rows, desc.known.handle, weight if rank else None)
+
+    return {
+        "weights": lambda: layer.dispatch(x, chosen, weight if rank else None),
+        "scatter indices": lambda: layer.dispatch(x, chosen, weight, indices if rank else None),
+        "float16": lambda: combined(lambda rows: rows.half() if rank else rows.bfloat16()),
+        "with weights": weighed,
+    }
+
+
+@pytest.mark.parametrize("name", ["weights", "scatter indices", "float16", "with weights"])
+def test_calls_that_differ(name: str) -> None:
+    """Ranks that pass other arguments all raise, and each error names both sides."""
+    names = commdsl.threads(2)
+    case = Case.drawn("any", 2, 4, 2, 8, torch.float32, 1)
+
+    def work(rank: int) -> None:
+        layer = layer_of(case, rank, names[rank])
+        _calls(case, layer, rank)[name]()
+        layer.a2a_ctx.exchange.synchronize()
+
+    found = outcomes(2, work)
+
+    assert {type(one) for one in found} == {AgreementError}
+    assert all(name in str(one) for one in found), found
+
+
+def test_products_with_weights() -> None:
+    """Rows times their weights are float32; at the document's dtypes `combine` says which cast it wants, and the cast
+    gives the sum that is weighed.
+    """
+    case = Case.drawn("any", 2, 4, 2, 8, torch.bfloat16, 7)
+
+    def work(rank: int, group: str) -> None:
+        layer = layer_of(case, rank, group)
+        rows, weights, desc = layer.dispatch(case.x[rank], case.chosen[rank], case.weight[rank])
+        made = rows * weights[:, None]
+        for combine in (layer.combine, lambda *both: ep.combine(desc.known.exchange, both[0], desc.known.handle)):
+            with pytest.raises(TensorError, match=r"torch.float32.*torch.bfloat16.*\.to\(torch.bfloat16\).*weights"):
+                combine(made, desc)
+        kept = torch.where(case.chosen[rank] < 4, case.weight[rank], 0)
+        wanted = (case.x[rank].float() * kept.sum(1, keepdim=True)).bfloat16()
+        torch.testing.assert_close(layer.combine(made.to(rows.dtype), desc), wanted, rtol=2e-2, atol=2e-2)
+
+    in_group(2, work)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_wrong_scatter_indices(exact: bool) -> None:
+    """With `check=True` scatter indices that are no order of the rows are refused on all ranks, by the first that is
+    wrong; right ones, and those of dropped choices, pass.
+    """
+    case = Case.drawn("any", 2, 4, 3, 10, torch.float32, 5)
+    numbers, counts = case.scatter_indices(), [len(one) for one in case.chosen]
+    kept = torch.cat([(one < case.experts) for one in case.chosen])
+    places = kept.nonzero().tolist()
+    (token, choice), other = places[2], places[5]
+
+    def work(rank: int, group: str) -> None:
+        layer = layer_of(case, rank, group, check=True, exact=exact)
+        mine = (case.x[rank], case.chosen[rank], None)
+        there_and_back(layer, case, rank, scatter=torch.where(kept, numbers, -7).int())
+        for wrong in (-1, int(numbers[*other]), 10_000):
+            given = numbers.clone()
+            given[token, choice] = wrong
+            for one in (given, given.split(counts)[rank].contiguous()):
+                with pytest.raises(DispatchError, match=r"on rank \d have \d+ to \d+, each once, and choice \d"):
+                    layer.dispatch(*mine, one)
+        given = numbers.clone()
+        given[token, choice] = 10_000
+        where = (0, token) if token < counts[0] else (1, token - counts[0])
+        with pytest.raises(DispatchError, match=f"choice {choice} of token {where[1]} of rank {where[0]} has 10000"):
+            layer.dispatch(*mine, given)
+        with pytest.raises(TensorError, match=f"of {counts[rank]} or {sum(counts)} tokens, got {sum(counts) + 1}"):
+            layer.dispatch(*mine, torch.cat([numbers, numbers[:1]]))
+        there_and_back(layer, case, rank, scatter=numbers)
+
+    in_group(2, work)
+
+
+def test_minus_one_drops() -> None:
+    """With `drop_negative` choices of -1 are dropped, as those of E are; without it they are reported."""
+    case = Case.drawn("any", 2, 4, 3, 10, torch.float32, 3)
+
+    def work(rank: int, group: str) -> None:
+        layer = layer_of(case, rank, group, drop_negative=True)
+        chosen = torch.where(case.chosen[rank] == 4, -1, case.chosen[rank])
+        chosen[::2] = torch.where(chosen[::2] == -1, 4, chosen[::2])  # both in one call
+        given = chosen.clone()
+        rows, weights, desc = layer.dispatch(case.x[rank], chosen, case.weight[rank])
+        comes = case.comes(rank)
+        assert [row.tolist() for row in rows] == [case.x[s][t].tolist() for s, t, _ in comes]
+        assert weights.tolist() == [float(case.weight[s][t, k]) for s, t, k in comes]
+        assert torch.equal(layer.combine(rows, desc), case.summed(rank, lambda row, _: row))
+        assert torch.equal(chosen, given)
+        strict = layer_of(case, rank, group)
+        strict.dispatch(case.x[rank], torch.full_like(chosen, -1))
+        strict.a2a_ctx.exchange.synchronize()
+
+    names = commdsl.threads(2)
+
+    assert {type(one) for one in outcomes(2, lambda rank: work(rank, names[rank]))} == {ep.KeysError}
+
+
+def test_attributes() -> None:
+    """The numbers of the layer have the names of the original, and cannot be set."""
+    (name,) = commdsl.threads(1)
+    layer = layer_of(Case(1, 4, [TOKENS], [CHOSEN], [CHOSEN.float()]), 0, name)
+    wanted = {
+        "max_tokens": 12,
+        "hidden": HIDDEN,
+        "topk": 2,
+        "rank": 0,
+        "world_size": 1,
+        "local_world_size": 1,
+        "nnodes": 1,
+        "node_id": 0,
+        "is_intra_node": True,
+        "num_tot_experts": 4,
+        "experts_per_rank": 4,
+        "dtype": torch.float32,
+        "weight_dtype": torch.float32,
+        "offset_dtype": torch.int32,
+    }
+    assert {one: getattr(layer, one) for one in wanted} == wanted
+    for one in wanted:
+        with pytest.raises(AttributeError):
+            setattr(layer, one, 1)

@@ -303,7 +303,7 @@ def test_opcheck_float8() -> None:
     check = torch.library.opcheck
     # The others compute with what is given or returned, which torch does not with float8.
     alone = ["test_autograd_registration", "test_faketensor"]
-    check(torch.ops.commdsl.ep_dispatch.default, ([x.detach()], expert, weight, exchange.name), test_utils=alone)
+    check(torch.ops.commdsl.ep_dispatch.default, ([x.detach()], expert, weight, exchange.name, ""), test_utils=alone)
     given = x, *there.rows, expert, handle, exchange.name
     check(torch.ops.commdsl.ep_dequantise.default, given, test_utils=[*alone, "test_aot_dispatch_dynamic"])
 
@@ -322,8 +322,8 @@ def test_opcheck(local: bool) -> None:
     )
     beside = torch.rand(3, requires_grad=True) if local else weight
     ops, check = torch.ops.commdsl, torch.library.opcheck
-    check(ops.ep_dispatch.default, ([x], expert, weight, exchange.name))
-    check(ops.ep_dispatch.default, ([x], expert, None, exchange.name))
+    check(ops.ep_dispatch.default, ([x], expert, weight, exchange.name, ""))
+    check(ops.ep_dispatch.default, ([x], expert, None, exchange.name, ""))
     check(ops.ep_combine.default, (rows.clone().requires_grad_(), expert, handle, None, exchange.name))
     check(ops.ep_combine.default, (rows.clone().requires_grad_(), expert, handle, beside, exchange.name))
     check(ops.ep_dispatch_again.default, (x.detach(), expert, handle, exchange.name))

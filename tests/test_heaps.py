@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -28,6 +29,7 @@ from commdsl.machine.config import from_environment  # noqa: E402
 from commdsl.planner.tuning import selection  # noqa: E402
 from commdsl.program.memory import Transport  # noqa: E402
 from commdsl.program.sizes import HOST_MAX_LANES, touched  # noqa: E402
+from commdsl.runtime import descriptors as descriptors_module  # noqa: E402
 from commdsl.runtime import groups  # noqa: E402
 from commdsl.runtime.bootstrap import Board, Exchange, ThreadBootstrap, exchange  # noqa: E402
 from commdsl.runtime.descriptors import pass_round  # noqa: E402
@@ -110,6 +112,60 @@ def test_descriptors_that_do_not_come(listens: bool, kind: type[Exception], mess
     assert descriptors() == before
     for one in own:
         os.close(one)
+
+
+def test_memory_is_not_passed_to_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket that belongs to another user gets no descriptor, and every rank hears whose it is."""
+    own, before, tell = [memory_with(b"") for _ in range(2)], descriptors(), ends(2)
+    sent: list[object] = []
+    monkeypatch.setattr(descriptors_module, "_user_of", lambda connection: os.geteuid() + 1)
+    monkeypatch.setattr(socket, "send_fds", lambda *said: sent.append(said))
+    found = outcomes(2, lambda rank: pass_round(own[rank], rank, tell[rank]))
+
+    message = f"rank 0 does not pass memory to rank 1: .* belongs to user {os.geteuid() + 1}, .* user {os.geteuid()}"
+    assert [type(error) for error in found] == [GroupError] * 2
+    assert all(re.search(message, str(error)) for error in found)
+    assert sent == []
+    assert descriptors() == before
+    for one in own:
+        os.close(one)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user is played by a child of root")
+def test_another_user_listens() -> None:
+    """The same with a process of another user, whose name the store returns."""
+    name, (ready, started) = f"\0commdsl-test-{os.getpid()}".encode(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setgid(12345)
+        os.setuid(12345)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+            door.bind(name)
+            door.listen()
+            os.write(started, b"x")
+            with contextlib.suppress(OSError):
+                door.accept()[0].recv(1)
+            time.sleep(60)
+    try:
+        os.read(ready, 1)
+        own, tell = memory_with(b"secret"), ends(2)
+
+        def body(rank: int) -> None:
+            if rank == 0:
+                pass_round(own, rank, tell[rank])
+                return
+            tell[rank]("doors", name)
+            tell[rank]("handed", b"")
+
+        refused, _ = outcomes(2, body)
+        assert isinstance(refused, GroupError)
+        assert "belongs to user 12345, and rank 0 runs as user 0" in str(refused)
+        os.close(own)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(started)
 
 
 # --- what is reserved -------------------------------------------------------------------------------------------------

@@ -57,7 +57,10 @@ CALLS = ("C95", "C96", "C97")
 """Codes of exceptions: a call or a machine is at fault, no `.comm` text."""
 
 STAGES = (
-    ("machine/errors", "machine/config", "machine/resources", "machine/private", "machine/cache"),
+    (
+        *("machine/printable", "machine/errors", "machine/config", "machine/resources", "machine/shortage"),
+        *("machine/private", "machine/unfinished", "machine/cache"),
+    ),
     ("language",),
     ("machine",),
     ("ir",),

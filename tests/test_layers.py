@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from thread_ranks import in_group  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402 - as above
+from commdsl import overlap  # noqa: E402 - as above
 from commdsl.overlap import ColumnParallelLinear, RowParallelLinear  # noqa: E402 - as above
 
 
@@ -76,13 +77,41 @@ def test_beginnings() -> None:
         for is_sequence in (True, False):
             made = {"sequence_parallel": is_sequence, "device": device}
             down = [drawn(RowParallelLinear, 512, 64, group=name, **made) for name in names]
-            assert torch.equal(torch.cat([layer.weight.flatten() for layer, _ in down]), one.weight.flatten())
+            assert torch.equal(torch.cat([layer.weight for layer, _ in down], 1), one.weight)
             assert not torch.cat([layer.bias for layer, _ in down]).any()
             assert len({after for _, after in up}) == len({after for _, after in down}) == 1
+        gated = [drawn(ColumnParallelLinear, 512, 64, parts=2, group=name, device=device)[0] for name in names]
+        for name in ("weight", "bias"):
+            each = [getattr(layer, name).chunk(2) for layer in gated]
+            assert torch.equal(torch.cat([half[number] for number in (0, 1) for half in each]), getattr(one, name))
     with pytest.raises(commdsl.ArgumentError, match="4 ranks share `out_features` equally: 6"):
         ColumnParallelLinear(8, 6, group=names[0])
+    with pytest.raises(commdsl.ArgumentError, match="4 ranks share each of 2 parts of `out_features` equally: 12"):
+        ColumnParallelLinear(8, 12, parts=2, group=names[0])
+    with pytest.raises(commdsl.ArgumentError, match="`parts` is a whole number from 1 on, not 0"):
+        ColumnParallelLinear(8, 12, parts=0, group=names[0])
     with pytest.raises(commdsl.ArgumentError, match="without `sequence_parallel` none are"):
         ColumnParallelLinear(8, 8, group=names[0], sequence_parallel=False, keep_rows=True)
+
+
+def test_norms_between_layers() -> None:
+    """On ranks that are threads, too, gradients of replicated parameters are summed, and norms are of all blocks."""
+    torch.manual_seed(1)
+    norm, up = torch.nn.LayerNorm(8), torch.nn.Linear(8, 12)
+    x = torch.randn(6, 8)
+    up(norm(x)).square().sum().backward()
+    total = torch.nn.utils.clip_grad_norm_([*norm.parameters(), *up.parameters()], 1.0)
+
+    def rank_does(rank: int, group: str) -> None:
+        model = torch.nn.Sequential(torch.nn.LayerNorm(8), ColumnParallelLinear(8, 12, group=group))
+        model[1].load_state_dict(up.state_dict())
+        overlap.sync_replicated(model)
+        model(x.chunk(3)[rank]).square().sum().backward()
+        torch.testing.assert_close(overlap.clip_grad_norm_(model.parameters(), 1.0), total, rtol=1e-6, atol=0)
+        torch.testing.assert_close(model[0].weight.grad, norm.weight.grad)
+        torch.testing.assert_close(model[1].weight.grad, up.weight.grad.chunk(3)[rank])
+
+    in_group(3, rank_does)
 
 
 LAYERS = [

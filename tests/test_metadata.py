@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 from commdsl import dispatch  # noqa: E402 - after the check for torch
 from commdsl.dispatch import Metadata, MetadataError  # noqa: E402 - after the check for torch
 from commdsl.ir.routes import Mask  # noqa: E402 - after the check for torch
+from commdsl.machine.errors import ArgumentError  # noqa: E402 - after the check for torch
 
 ROOT = Path(__file__).parent.parent
 
@@ -464,3 +465,36 @@ def test_conservation() -> None:
     assert sum(made.fwd_k.num_total_recv_tokens) == int((made.fwd_k.seq_len * copies).sum())
     assert sum(made.rev_k.num_total_recv_tokens) == sum(made.fwd_k.num_total_recv_tokens)
     assert sum(made.fwd_q.num_total_recv_tokens) == int(made.fwd_q.seq_len.sum())
+
+
+@pytest.mark.parametrize("rank", ["1", 1.5, None, True, [0]])
+def test_a_slice_of_no_number(rank: object) -> None:
+    """What is no whole number names no rank: a TypeError, in the caller's terms."""
+    made = dispatch.create_qkv_dispatch(2, 64, 2, 2)
+    for whole in (made.fwd_q, made.attention):
+        with pytest.raises(ArgumentError, match="`rank` is a whole number, not"):
+            whole.get_slice(rank)
+        assert issubclass(ArgumentError, TypeError)
+
+
+@pytest.mark.parametrize("wrong", [None, "8", 1.5, [], object(), torch.zeros(0), torch.zeros(4, 8)])
+def test_arguments_of_other_kinds(wrong: object) -> None:
+    """Functions of tables refuse other objects by the argument's name, as a ValueError or TypeError of the package."""
+    made = dispatch.create_qkv_dispatch(2, 64, 2, 2)
+    rows = torch.zeros(2, 64, 4)
+    calls = [
+        lambda: dispatch.validate(wrong, made.rev_q),
+        lambda: dispatch.validate(*made[:4], wrong if wrong is not None else 3),
+        lambda: dispatch.Route(*made[:4], wrong if wrong is not None else 3, rank=0),
+        lambda: dispatch.orchestrate_simulate(rows, rows, wrong),
+        lambda: dispatch.simulate_reduce(wrong if not isinstance(wrong, torch.Tensor) else None, rows, made.fwd_q),
+        lambda: dispatch.gen_seq_lens(wrong, 3, 50),
+        lambda: dispatch.gen_seq_lens(2, 3, wrong),
+        lambda: dispatch.create_qkv_dispatch(2, 64, 2, wrong),
+        lambda: dispatch.exclusive_cumsum(rows, wrong),
+        lambda: dispatch.Limits.of(wrong, (2,)),
+    ]
+    for call in calls:
+        with pytest.raises((ArgumentError, MetadataError, dispatch.DispatchError, ValueError)) as caught:
+            call()
+        assert str(caught.value).startswith("error[C")

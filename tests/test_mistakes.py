@@ -277,6 +277,43 @@ def test_arguments_of_the_others(group: str) -> None:
         says(mistake, commdsl.ArgumentError, words)
 
 
+UNEXPECTED: list[tuple[Callable[[Any], Any], str, list[str]]] = [
+    (
+        lambda op: commdsl.load("broadcast_tree", root=1),
+        "`load` takes no argument `root`",
+        ["write params={'root': 1}"],
+    ),
+    (lambda op: commdsl.load("allreduce_ring", lanes=2), "no argument `lanes`", ["write tune={'lanes': 2}"]),
+    (
+        lambda op: commdsl.load("allreduce_ring", rank=2),
+        "no argument `rank`",
+        ["write `ranks`", "path, schedule, params"],
+    ),
+    (lambda op: op(x=torch.ones(2)), "by position: write allreduce_ring(x, ...) without `x=`", []),
+    (lambda op: op.in_place(x=torch.ones(2)), "write allreduce_ring.in_place(x, ...)", []),
+    (lambda op: op(torch.ones(2), groups="0"), "no argument `groups`", ["write `group`"]),
+    (lambda op: op(torch.ones(2), root=1), "no argument `root`", ["group, op, async_op, timeout, lengths"]),
+    (lambda op: op.profiled(torch.ones(2), async_op=True), "no argument `async_op`", ["group, op, timeout, lengths"]),
+    (lambda op: commdsl.broadcast(torch.ones(2), src=0), "`broadcast` takes no argument `src`", ["write `root`"]),
+    (
+        lambda op: commdsl.all_reduce(torch.ones(2), rank=0),
+        "no argument `rank`",
+        ["x, op, group, async_op, timeout, wire"],
+    ),
+    (lambda op: commdsl.all_reduce_(torch.ones(2), reduce_op="max"), "no argument `reduce_op`", ["write `op`"]),
+    (lambda op: commdsl.all_gather(torch.ones(2), out=None), "no argument `out`", ["output_split_sizes"]),
+    (lambda op: commdsl.reduce_scatter(torch.ones(2), out=None), "no argument `out`", ["input_split_sizes"]),
+    (lambda op: commdsl.all_to_all(torch.ones(2), splits=1), "no argument `splits`", ["input_split_sizes"]),
+]
+
+
+@pytest.mark.parametrize(("mistake", "words", "more"), UNEXPECTED)
+def test_unexpected_keywords(mistake: Callable[[Any], Any], words: str, more: list[str]) -> None:
+    """A keyword that there is not is answered with the one that is meant, or with those that there are."""
+    op = commdsl.load("allreduce_ring", ranks=2)
+    says(lambda: mistake(op), commdsl.ArgumentError, words, *more)
+
+
 # --- dispatches -------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,12 @@ from thread_ranks import in_group
 
 import commdsl
 from commdsl import ep
-from commdsl.build import nvrtc
+from commdsl.build import built, nvrtc
 from commdsl.build.built import Built
-from commdsl.build.emit import defines
+from commdsl.build.emit import Emitted, defines
 from commdsl.commands import products
 from commdsl.commands.cli import run_command
-from commdsl.machine.config import from_environment
+from commdsl.machine.config import Config, from_environment
 from commdsl.program.memory import Transport
 from commdsl.runtime.load import definition
 from commdsl.runtime.program import program, routed_program
@@ -144,6 +145,12 @@ def loaded(folder: Path) -> dict[str, Any]:
     return runpy.run_path(str(folder / "allreduce_oneshot.py"))
 
 
+def took(build: Callable[..., Path], emitted: Emitted, macros: tuple[str, ...], config: Config, arch: str) -> bool:
+    """Whether a build is what was built ahead, to the byte."""
+    content = built.find(emitted.kernels, nvrtc.key_ahead(emitted, macros, config, arch))
+    return content is not None and build(emitted, macros, config, arch).read_bytes() == content
+
+
 def no_nvrtc(patch: pytest.MonkeyPatch) -> None:
     def missing(library: nvrtc.Library) -> None:
         raise AssertionError(f"{library.stem} was asked for")
@@ -154,7 +161,7 @@ def no_nvrtc(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("op", ["sum", "max", "avg"])
 def test_no_compiler_needed(op: str, ahead: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank's kernel is the file beside the module, and NVRTC is not asked for, nor is the cache."""
+    """Every rank's kernel is what the file beside the module has, and NVRTC is not asked for."""
     no_nvrtc(monkeypatch)
     module = loaded(ahead)
     config = replace(from_environment(), cache_dir=tmp_path / "cache")
@@ -163,8 +170,10 @@ def test_no_compiler_needed(op: str, ahead: Path, tmp_path: Path, monkeypatch: p
 
     for rank in range(2):
         path = nvrtc.build(made.emitted, defines(made.plan, "float32", op, rank), config, "sm_90")
-        assert path.parent == ahead
+        (own,) = ahead.glob(f"*.float32.{op}.rank{rank}.cubin")
+        assert path.read_bytes() == own.read_bytes()
         assert path.read_bytes().startswith(b"\x7fELF")
+        assert path.is_relative_to(tmp_path / "cache")  # where nobody else writes
 
 
 def test_a_launch_takes_them(ahead: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +185,7 @@ def test_a_launch_takes_them(ahead: Path, monkeypatch: pytest.MonkeyPatch) -> No
     stand_in, taken = nvrtc.build, []
 
     def noted(emitted: Any, macros: Any, config: Any, arch: str) -> Path:
-        taken.append(build(emitted, macros, config, arch).parent)
+        taken.append(took(build, emitted, macros, config, arch))
         return stand_in(emitted, macros, config, arch)
 
     monkeypatch.setattr(nvrtc, "build", noted)
@@ -189,7 +198,7 @@ def test_a_launch_takes_them(ahead: Path, monkeypatch: pytest.MonkeyPatch) -> No
         return found
 
     assert in_group(2, call) == [[3.0] * 8] * 2
-    assert set(taken) == {ahead}
+    assert set(taken) == {True}
 
 
 DAMAGE = {
@@ -211,7 +220,6 @@ def test_damaged_kernels(damage: str, ahead: Path, tmp_path: Path, caplog: pytes
     made = program(asked, 2, Transport.PEER, config)
     path = nvrtc.build(made.emitted, defines(made.plan, "float32", "sum", 0), config, "sm_90")
 
-    assert path.parent != folder
     assert path.read_bytes() == next(ahead.glob("*.float32.sum.rank0.cubin")).read_bytes()
     assert [record.name for record in caplog.records] == ["commdsl"]
 
@@ -226,7 +234,8 @@ def test_others_are_built(ranks: int, dtype: str, arch: str, ahead: Path, caplog
     asked = definition(module["SOURCE"], None, None, None, None, module["KERNELS"])
     made = program(asked, ranks, Transport.PEER, config)
 
-    assert nvrtc.build(made.emitted, defines(made.plan, dtype, "sum", 0), config, arch).parent != ahead
+    assert not took(nvrtc.build, made.emitted, defines(made.plan, dtype, "sum", 0), config, arch)
+    assert nvrtc.build(made.emitted, defines(made.plan, dtype, "sum", 0), config, arch).is_file()
     assert caplog.records == []
 
 
@@ -247,7 +256,7 @@ def test_kernels_of_all_kinds(name: str, tmp_path: Path) -> None:
         back = routed.emitted if routed.back is None else routed.back[1]
         wanted = [(routed.emitted, ()), (back, ("COMMDSL_DTYPE=bfloat16",))]
 
-    assert {nvrtc.build(*one, config, "sm_90").parent for one in wanted} == {tmp_path}
+    assert all(took(nvrtc.build, *one, config, "sm_90") for one in wanted)
     assert len(module["KERNELS"]) == len(list(tmp_path.glob("*.cubin")))
 
 
@@ -264,7 +273,7 @@ def test_a_layer_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     def noted(emitted: Any, macros: Any, config: Any, arch: str) -> Path:
         if emitted.name.startswith("commdsl_tokens"):
-            taken.append(build(emitted, macros, config, arch).parent)
+            taken.append(took(build, emitted, macros, config, arch))
         return stand_in(emitted, macros, config, arch)
 
     monkeypatch.setattr(nvrtc, "build", noted)
@@ -294,7 +303,7 @@ def test_a_layer_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     in_group(2, call)
     assert len(taken) >= 4
-    assert set(taken) == {tmp_path}
+    assert set(taken) == {True}
 
 
 WRONG = [

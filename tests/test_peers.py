@@ -39,6 +39,27 @@ def test_a_ring_of_keys_and_values(ranks: int) -> None:
     in_group(ranks, run)
 
 
+def test_commit() -> None:
+    """The order of ring-flash-attention, send, commit, wait, is taken; a commit of nothing, or a second one, is not."""
+
+    def run(rank: int, group: str) -> None:
+        comm, x = RingComm(group), torch.full((3,), float(rank))
+        for _ in range(2):
+            with pytest.raises(commdsl.OpError, match="has nothing to send"):
+                comm.commit()
+            received = comm.send_recv(x)
+            comm.commit()
+            with pytest.raises(commdsl.OpError, match="called twice"):
+                comm.commit()
+            comm.wait()
+            assert received.tolist() == [1.0 - rank] * 3
+        comm.send_recv_kv(x, x)
+        with pytest.raises(commdsl.OpError, match="called twice"):
+            comm.commit()
+
+    in_group(2, run)
+
+
 def test_tensors_of_many_sizes_from_all_to_all() -> None:
     """What rank p lists for rank q is what q receives of p, whatever its shape, also where it is empty."""
 

@@ -301,3 +301,25 @@ def test_rows_that_differ_need_the_length(monkeypatch: pytest.MonkeyPatch) -> No
         return attention.unshard_sequence(torch.zeros(3 + rank), 0, names[rank])
 
     assert {type(found) for found in outcomes(2, run)} <= {commdsl.AgreementError, commdsl.PeerError}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ({"placement": "zigzag"}, {"placement": "contiguous"}, ("placement zigzag", "placement contiguous")),
+        ({"cu_seqlens": [0, 2, 12]}, {"cu_seqlens": [0, 10, 12]}, ("12 tokens in 2 documents",)),
+        ({"dim": 0}, {"dim": 1}, ("dimension 0", "dimension 1")),
+    ],
+)
+def test_unshard_compares(first: dict[str, Any], second: dict[str, Any], words: Sequence[str]) -> None:
+    """Ranks that put rows of one size together in different ways both raise, and name both sides."""
+    names = commdsl.threads(2)
+
+    def run(rank: int) -> Any:
+        settings = {"dim": 0, **(first, second)[rank]}
+        return attention.unshard_sequence(torch.zeros(6, 6), group=names[rank], **settings)
+
+    found = outcomes(2, run)
+
+    assert {type(one) for one in found} == {commdsl.AgreementError}
+    assert all(word in str(one) for one in found for word in words)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from commdsl import compiler
+from commdsl.checks.topology import MOST_SYNTHESISED, SYNTHESISED
+from commdsl.commands import synth
 from commdsl.ir import resolve
 from commdsl.language import parser
 from commdsl.language.diagnostics import CommError
@@ -13,6 +17,7 @@ from commdsl.language.kinds import LinkScope
 from commdsl.language.source import Source
 from commdsl.machine import resources
 from commdsl.machine.topology import NO_LINK, Topology, link_of, pair_bandwidth, switch, wire_bandwidth
+from commdsl.planner.synthesis.collectives import Collective
 
 SHIPPED = sorted((resources.data_dir("schedules") / "topologies").glob("*.comm"))
 RANKS = {
@@ -218,3 +223,39 @@ def test_machines_that_join_every_pair(name: str) -> None:
     """Behind a switch, on a full mesh and under a spine no schedule lacks a link."""
     links = _links(compiler.find_topology((), name, RANKS[name]))
     assert ((links == NO_LINK) == np.eye(RANKS[name], dtype=bool)).all()
+
+
+@pytest.mark.parametrize(("contract", "root"), [("allreduce(x)", ""), ("broadcast(x, 3)", " --root 3")])
+def test_a_missing_link_names_the_command_that_writes_a_schedule(tmp_path: Path, contract: str, root: str) -> None:
+    """Where trees serve the contract, the help of C401 is a command that ends in a schedule for that machine."""
+    text = f"schedule s for P ranks {{ inout x  ensure {contract}  each r where r == 0 {{ put x -> x @ 2 }} }}"
+    path = tmp_path / "s.comm"
+    path.write_text(text, encoding="utf-8")
+    found = missing(path, 8, "ring_8")
+    assert f"`commdsl synth {contract.partition('(')[0]} --on ring_8{root}` writes a schedule" in found
+    assert "synth" not in missing(path, 4, "ring_8")  # of a part of the machine
+
+
+def test_a_missing_link_names_no_command_where_none_helps(tmp_path: Path) -> None:
+    """No tree serves a permutation, and none leads where no link leads."""
+    path = tmp_path / "s.comm"
+    machine = "topology half { nodes 1  gpus 2 per node  sms 1  link up arcs (0, 1) 1 GB/s per pair  1 us }\n"
+    body = "each r where r == 1 { put x -> x @ 0 } }"
+    path.write_text(f"{machine}schedule s for P ranks {{ inout x  ensure allreduce(x)  {body}", encoding="utf-8")
+    assert "synth" not in missing(path, 2, "half")
+    body = "ensure permutation(x) r -> (r + 2) % P  each r { put x -> x @ (r + 2) % P } }"
+    path.write_text(f"schedule s for P ranks {{ inout x  {body}", encoding="utf-8")
+    assert "synth" not in missing(path, 8, "ring_8")
+
+
+def test_collectives_that_are_synthesised() -> None:
+    """The check names those that the command has."""
+    assert set(SYNTHESISED) == {one.value for one in Collective}
+    assert MOST_SYNTHESISED == synth.MOST_RANKS
+
+
+def missing(path: Path, ranks: int, on: str) -> str:
+    """The help of the first C401."""
+    with pytest.raises(CommError) as caught:
+        compiler.check(path, ranks=ranks, on=on)
+    return next(one.help for one in caught.value.diagnostics if one.code == "C401")

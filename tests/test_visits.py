@@ -573,7 +573,7 @@ def test_a_function_that_raises() -> None:
 
 def test_a_function_that_raises_before_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where its result was to travel on, the exception says that the group is broken, and a reset mends it."""
-    monkeypatch.setenv("COMMDSL_TIMEOUT", "3")
+    monkeypatch.setenv("COMMDSL_TIMEOUT", "60")
     op = commdsl.load("rotation_carry", ranks=2)
 
     def body(rank: int, group: str) -> None:
@@ -591,7 +591,7 @@ def test_a_function_that_raises_before_it_wrote(monkeypatch: pytest.MonkeyPatch)
             with pytest.raises(RuntimeError, match="C957"):
                 op.visit(kv, kv, fails, group=group)
         else:
-            with pytest.raises(commdsl.CommTimeout, match="rank 0 never entered"):
+            with pytest.raises(commdsl.PeerError, match="rank 0 gave up: KeyError: 'mine'"):
                 op.visit(kv, kv, fails, group=group)
         commdsl.reset(group)
         _, acc = op.visit(kv, torch.zeros_like(kv), lambda number, kv, acc: acc + kv, group=group)

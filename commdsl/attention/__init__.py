@@ -27,6 +27,7 @@ Importing this imports nothing else; each name below loads what it needs when it
     interface     the call that users make
     drop_in       `scaled_dot_product_attention` within a `with`
     sequence      a whole sequence <-> the rows of a rank, and their positions
+    gathering     the rows of each rank -> those of all, compared as they travel
 """
 
 from __future__ import annotations

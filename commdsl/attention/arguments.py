@@ -87,8 +87,12 @@ def auto_text(gradients: bool, by_heads: bool) -> str:
 
 
 def refuse(others: Mapping[str, Any]) -> None:
-    """Arguments that other libraries have: refused unless they say nothing."""
+    """Arguments that other libraries have: refused unless they say nothing. `deterministic` is what every call is."""
     for name, value in others.items():
+        if name == "deterministic":
+            if not isinstance(value, bool):
+                raise ArgumentError(f"`deterministic` is True or False, not {value!r}: every call is deterministic")
+            continue
         reason = REFUSED.get(name)
         if reason is None:
             raise ArgumentError(f"`attention` takes no argument `{name}`")

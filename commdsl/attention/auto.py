@@ -145,7 +145,13 @@ def choice(
     shipped or in a file, in place of both; its GPU is the one that its name has. The reason says where the figures
     come from: measured on the GPU, or an estimate. Raises ArgumentError, CommError.
     """
-    lengths = (length,) if isinstance(length, int) else tuple(length)
+    asked = (length,) if isinstance(length, int) else length
+    if not isinstance(asked, list | tuple) or not all(isinstance(one, int) and one >= 0 for one in asked):
+        raise ArgumentError(f"`length` is a number of tokens, or one for each document, not {length!r:.60}")
+    for name, value in (("ranks", ranks), ("heads", heads), ("head_dim", head_dim)):
+        if not isinstance(value, int) or value < 1:
+            raise ArgumentError(f"`{name}` is a whole number from 1 on, not {value!r:.60}")
+    lengths = tuple(asked)
     if min(lengths, default=0) < 0 or max((sum(lengths), *(side or 0 for side in window or ()))) > MOST_TOKENS:
         raise ArgumentError(f"a sequence, and a window, are of 0 to {MOST_TOKENS:,} tokens")
     lengths = coarse(lengths) if isinstance(placement, str) else lengths
@@ -179,6 +185,8 @@ def _rounded(value: float) -> int:
 @lru_cache(maxsize=256)
 def choose(machine: Machine, ranks: int, sizes: Sizes) -> Choice:
     """As `choice`, of things made. Raises ArgumentError where the machine is too small or admits no schedule."""
+    if machine.topology.num_ranks < 2:  # of a device, as many as were asked for
+        raise ArgumentError(f"attention over ranks needs 2 or more of them, not {ranks}")
     if not 2 <= ranks <= machine.topology.num_ranks:
         raise ArgumentError(f"2 to {machine.topology.num_ranks} ranks of `{machine.topology.name}`, not {ranks}")
     found = [best for one in candidates(machine, ranks, sizes) if (best := fastest(one, machine, ranks, sizes))]

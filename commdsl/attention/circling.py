@@ -86,14 +86,20 @@ def circles(
     source_rank_per_iter: Any = None,
 ) -> Cycles:
     """The cycles, once the tables are seen to follow from them."""
-    if world_size != place.world_size:
-        raise ArgumentError(f"`world_size` is {world_size!r}, the group has {place.world_size} ranks")
+    same_size(place.name, world_size)
     cycles = _shipped(world_size) if looping is None else _cycles(world_size, looping)
     out, into, source = _tables(cycles)
     _same("out_mapping", out_mapping, out)
     _same("in_mapping", in_mapping, into)
     _same("source_rank_per_iter", source_rank_per_iter, source)
     return cycles
+
+
+def same_size(group: Any, world_size: int | None) -> None:
+    """Refuses a `world_size` that is given and is not the number of the group's ranks."""
+    ranks = menu.size(group)
+    if world_size is not None and (isinstance(world_size, bool) or world_size != ranks):
+        raise ArgumentError(f"`world_size` is {world_size!r}, the group has {ranks} ranks")
 
 
 def nodes(place: Place, inter_in_mapping: Any, inter_out_mapping: Any, out_mapping: Any, in_mapping: Any) -> Cycles:
@@ -173,6 +179,8 @@ def _same(name: str, said: Any, derived: Any) -> None:
 
 def mask(causal: bool, window_size: tuple[int, int]) -> Mask:
     """Of a window as flash attention counts it: keys before and after the query's own, -1 for all."""
+    if not isinstance(causal, bool):
+        raise ArgumentError(f"`causal` is True or False, not {causal!r}; `world_size` is given by name")
     if (
         not isinstance(window_size, tuple | list)
         or len(window_size) != 2

@@ -16,6 +16,7 @@ from commdsl.attention import arguments, circling
 from commdsl.attention.hamilton import Looping
 from commdsl.attention.peers import Place
 from commdsl.runtime import given
+from commdsl.runtime.errors import TensorError
 from commdsl.runtime.timing import CallTimes, Timing
 
 Tensor: TypeAlias = torch.Tensor
@@ -34,12 +35,25 @@ def _update_out_and_lse(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: 
     (B, S, H, 1), as ring-flash-attention keeps it; it comes back as it was. No exponential of a large number is taken.
     A row that has seen no key, of log-sum-exp -inf, is the other block's; of two such rows one remains.
     """
+    for name, one in (("out", out), ("lse", lse), ("block_out", block_out), ("block_lse", block_lse)):
+        given.argument(name, one)
+    kept = (*out.shape[:3], 1) if lse.ndim == 4 else (*block_lse.shape,)
+    if out.ndim != 4 or out.shape != block_out.shape or (*lse.shape,) != kept or _turned(out) != (*block_lse.shape,):
+        raise TensorError(
+            f"`out` and `block_out` are (B, S, H, D), `block_lse` (B, H, S), `lse` that or (B, S, H, 1), not "
+            f"{(*out.shape,)}, {(*block_out.shape,)}, {(*block_lse.shape,)} and {(*lse.shape,)}"
+        )
     is_kept = lse.ndim == 4
     old, new = lse.float(), block_lse.float()
     new = new.transpose(-2, -1).unsqueeze(-1) if is_kept else new
     weight = torch.where(new == -torch.inf, 0.0, torch.sigmoid(new - old))
     along = weight if is_kept else weight.transpose(-2, -1).unsqueeze(-1)
     return torch.lerp(out.float(), block_out.float(), along), torch.logaddexp(old, new)
+
+
+def _turned(out: Tensor) -> tuple[int, ...]:
+    """(B, H, S) of (B, S, H, D)."""
+    return out.shape[0], out.shape[2], out.shape[1]
 
 
 # --- rings ------------------------------------------------------------------------------------------------------------
@@ -54,15 +68,18 @@ def ring_attention_forward_flash_attn(
     dropout_p: float = 0,
     causal: bool = False,
     window_size: tuple[int, int] = NO_WINDOW,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
 ) -> Result:
     """Attention of a sequence that is cut into as many parts as there are ranks, of which each has one, in order.
 
     q: (B, S, H, D), this rank's part; k, v: (B, S, Hkv, D), H a multiple of Hkv. `softmax_scale`: None for D ** -0.5.
     `window_size`: how many keys before and after its own a query sees, -1 for all; counted in the whole sequence.
-    Returns the output, (B, S, H, D) of q's dtype, and the natural log-sum-exp, (B, H, S) in float32. No gradient; a
-    call under autograd is what `commdsl.attention.attention` is for. Raises TensorError, ArgumentError, GroupError.
+    `deterministic`: True or False, as every call is; `alibi_slopes` are refused unless None. Returns the output, (B, S,
+    H, D) of q's dtype, and the natural log-sum-exp, (B, H, S) in float32, or in float64 where q is. No gradient; a call
+    under autograd is what `commdsl.attention.attention` is for. Raises TensorError, ArgumentError, GroupError.
     """
-    arguments.refuse({"dropout_p": dropout_p})
+    arguments.refuse({"dropout_p": dropout_p, "alibi_slopes": alibi_slopes, "deterministic": deterministic})
     return _ring(process_group, (q, k, v), "contiguous", causal, window_size, softmax_scale, None)
 
 
@@ -81,9 +98,9 @@ def zigzag_ring_attention_forward_flash_attn(
     """As `ring_attention_forward_flash_attn`, of a sequence in 2 P parts, of which rank r has part r and then part
     2 P - 1 - r (`shard_sequence`): under a causal mask all ranks have the same work.
 
-    Also without one. `deterministic`: it always is. Slopes are refused.
+    Also without one.
     """
-    arguments.refuse({"dropout_p": dropout_p, "alibi_slopes": alibi_slopes})
+    arguments.refuse({"dropout_p": dropout_p, "alibi_slopes": alibi_slopes, "deterministic": deterministic})
     return _ring(process_group, (q, k, v), "zigzag", causal, window_size, softmax_scale, None)
 
 
@@ -96,9 +113,17 @@ def ring_attention_forward_flash_attn_profile(
     dropout_p: float = 0,
     causal: bool = False,
     window_size: tuple[int, int] = NO_WINDOW,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    *,
+    world_size: int | None = None,
 ) -> Profiled:
-    """`ring_attention_forward_flash_attn`, and the times of this call on this rank."""
-    arguments.refuse({"dropout_p": dropout_p})
+    """`ring_attention_forward_flash_attn`, and the times of this call on this rank.
+
+    `world_size`: None, or the number of the group's ranks; another is refused.
+    """
+    arguments.refuse({"dropout_p": dropout_p, "alibi_slopes": alibi_slopes, "deterministic": deterministic})
+    circling.same_size(process_group, world_size)
     timing = _timing(q)
     out, lse = _ring(process_group, (q, k, v), "contiguous", causal, window_size, softmax_scale, timing)
     return out, lse, timing.times()
@@ -115,9 +140,15 @@ def zigzag_ring_attention_forward_flash_attn_profile(
     window_size: tuple[int, int] = NO_WINDOW,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
+    *,
+    world_size: int | None = None,
 ) -> Profiled:
-    """`zigzag_ring_attention_forward_flash_attn`, and the times of this call on this rank."""
-    arguments.refuse({"dropout_p": dropout_p, "alibi_slopes": alibi_slopes})
+    """`zigzag_ring_attention_forward_flash_attn`, and the times of this call on this rank.
+
+    `world_size`: None, or the number of the group's ranks; another is refused.
+    """
+    arguments.refuse({"dropout_p": dropout_p, "alibi_slopes": alibi_slopes, "deterministic": deterministic})
+    circling.same_size(process_group, world_size)
     timing = _timing(q)
     out, lse = _ring(process_group, (q, k, v), "zigzag", causal, window_size, softmax_scale, timing)
     return out, lse, timing.times()
@@ -145,8 +176,8 @@ def hamilton_attention_forward_full_flash_attn(
     rows are S together. They need not be equally long, nor the tokens of a rank be neighbours.
     `looping`: the cycles, `gen_hamilton_circle(world_size)` unless given; fewer will do, and any that share no arc.
     `out_mapping` and `in_mapping` follow from them and are refused where they differ, as is a `world_size` that is not
-    the group's. Returns the output as q, and the natural log-sum-exp, (B, H, S) in float32. As for rings no gradient.
-    Raises TensorError, ArgumentError, GroupError.
+    the group's. Returns the output as q, and the natural log-sum-exp, (B, H, S) in float32, or in float64 where q is.
+    As for rings no gradient. Raises TensorError, ArgumentError, GroupError.
     """
     arguments.refuse({"dropout_p": dropout_p})
     place = Place(process_group)

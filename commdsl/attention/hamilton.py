@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from commdsl.machine import cycles
 from commdsl.machine.errors import ArgumentError
+from commdsl.runtime import given
 
 Looping: TypeAlias = Sequence[Sequence[int]]
 """Cycles, a row each: every rank once, in visiting order; no arc is in two of them."""
@@ -30,7 +31,7 @@ def gen_hamilton_circle(n: int) -> list[list[int]]:
     a set of cycles as well. Raises ArgumentError.
     """
     try:
-        return _lists(cycles.hamilton(n))
+        return _lists(cycles.hamilton(given.whole("n", n, 0)))
     except cycles.NoDecompositionError as error:
         raise ArgumentError(str(error)) from None
 
@@ -40,7 +41,7 @@ def gen_hamilton_path_local(m: int) -> list[list[int]]:
     and ends at (i + m / 2) % m. For every even m (the document: 8). Raises ArgumentError.
     """
     try:
-        return _lists(cycles.paths(m))
+        return _lists(cycles.paths(given.whole("m", m, 0)))
     except cycles.NoDecompositionError as error:
         raise ArgumentError(str(error)) from None
 
@@ -53,7 +54,7 @@ def gen_hamilton_circle_two_nodes(n: int, m: int = 8) -> list[list[int]]:
     the document lists, there is none: the hop back to the first rank is a link that another path uses; there
     `gen_hamilton_circle` is right. Raises ArgumentError.
     """
-    path = np.array(gen_hamilton_path_local(m))
+    n, path = given.whole("n", n, 0), np.array(gen_hamilton_path_local(m))
     if n % m or n < 2 * m:
         alone = ": in one node use gen_hamilton_circle" if n == m else ""
         raise ArgumentError(f"{n} ranks are not two or more nodes of {m}{alone}")
@@ -153,6 +154,10 @@ def circles_of_nodes(intra_out: Looping, inter_out: Sequence[Sequence[int]]) -> 
 def _checked(looping: Looping, closed: bool = True) -> Table:
     """The rows as a table, once each has every rank once and no arc is in two. Raises ArgumentError."""
     what = "cycle" if closed else "path"
+    if not isinstance(looping, Sequence | np.ndarray) or not all(
+        isinstance(row, Sequence | np.ndarray) for row in looping
+    ):
+        raise ArgumentError(f"expected a list of {what}s, each a list of ranks, got {given.shown(looping)}")
     if not len(looping) or len({len(row) for row in looping}) != 1:
         raise ArgumentError(f"expected a list of {what}s, each a list of as many ranks")
     table = np.array(looping)

@@ -64,7 +64,7 @@ def attention(
     if others:
         arguments.refuse(others)
     for one in (q, k, v):
-        if not isinstance(one, torch.Tensor):
+        if not isinstance(one, torch.Tensor) or one.layout is not torch.strided:
             given.tensor("attention", one)
     left, right = arguments.distances(causal, window)
     out, lse, _ = _ops().sequence_attention(

@@ -15,7 +15,7 @@ import torch
 
 from commdsl.runtime import given, groups, menu
 from commdsl.runtime.collectives import all_to_all
-from commdsl.runtime.errors import TensorError
+from commdsl.runtime.errors import OpError, TensorError
 from commdsl.runtime.load import load
 from commdsl.runtime.op import Op
 
@@ -74,14 +74,21 @@ class Comm(Place):
 class RingComm(Comm):
     """Sends to the next rank of a group and receives from the one before, `rank + 1` and `rank - 1` modulo its size.
 
-    `process_group`: a process group, a name, a mesh of one dimension, or None for the default group.
+    `process_group`: a process group, a name, a mesh of one dimension, or None for the default group. A transfer begins
+    with its `send_recv`; `commit` is for callers of ring-flash-attention's class, and may be left out.
     """
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(process_group)
+        self._begun = 0
+        self._is_committed = False
 
     def send_recv(self, to_send: torch.Tensor, recv_tensor: torch.Tensor | None = None) -> torch.Tensor:
         """Begins to send a contiguous tensor; returns `recv_tensor`, or a new one, which after `wait` has what the rank
         before sent: of the same shape and dtype. Raises TensorError.
         """
         _check(to_send, recv_tensor)
+        self._begun += 1
         if recv_tensor is None:
             return self._beside((to_send,), lambda: self._shifted(to_send))
         return self._beside((to_send, recv_tensor), lambda: recv_tensor.copy_(self._shifted(to_send)))
@@ -93,10 +100,26 @@ class RingComm(Comm):
         k_buffer: torch.Tensor | None = None,
         v_buffer: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`send_recv` of keys and of values."""
+        """`send_recv` of keys and of values, and `commit`."""
         _check(k, k_buffer)
         _check(v, v_buffer)  # before this rank sends anything
-        return self.send_recv(k, k_buffer), self.send_recv(v, v_buffer)
+        received = self.send_recv(k, k_buffer), self.send_recv(v, v_buffer)
+        self._is_committed = True
+        return received
+
+    def commit(self) -> None:
+        """Ends a batch of transfers, which have begun. Raises OpError (C950) where none has since the last `wait`, or
+        the batch was committed already, as by `send_recv_kv`.
+        """
+        if self._is_committed or not self._begun:
+            what = "was called twice" if self._is_committed else "has nothing to send"
+            raise OpError(f"`commit` {what}: a batch is `send_recv` calls, one `commit`, one `wait`")
+        self._is_committed = True
+
+    def wait(self) -> None:
+        """As of Comm; the next batch may begin."""
+        super().wait()
+        self._begun, self._is_committed = 0, False
 
     def _shifted(self, x: torch.Tensor) -> torch.Tensor:
         if self.world_size == 1:
@@ -116,6 +139,9 @@ class A2AComm(Comm):
         sends is as large as what is received of it. Blocks travel as large as the largest tensor of a rank, which is
         the same for all: ranks where it differs are told so (C964). Raises TensorError.
         """
+        for name, one in (("send_tensors", send_tensors), ("recv_tensors", recv_tensors)):
+            if not isinstance(one, list | tuple):
+                raise TensorError(f"`{name}` is a list of a tensor for each rank, not {given.shown(one)}")
         tensors = (*send_tensors, *recv_tensors)
         for tensor in tensors:
             given.tensor("all_to_all", tensor)

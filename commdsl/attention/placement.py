@@ -82,6 +82,7 @@ def zigzag(ranks: int, lengths: Sequence[int]) -> Placement:
     Which parts have the token more goes on from document to document, so that all halves are equal to within one
     token, however many documents there are.
     """
+    ranks, lengths = _sizes(ranks, lengths)
     parts = 2 * ranks
     runs: list[list[Run]] = [[] for _ in range(parts)]
     first = 0
@@ -99,6 +100,7 @@ def zigzag(ranks: int, lengths: Sequence[int]) -> Placement:
 
 def contiguous(ranks: int, lengths: Sequence[int]) -> Placement:
     """All documents, one after the other, are cut into P equal to within one token; each rank's part is cut in two."""
+    ranks, lengths = _sizes(ranks, lengths)
     starts = tuple(accumulate(lengths, initial=0))
     least, more = divmod(starts[-1], ranks)
     ends = list(accumulate((least + (rank < more) for rank in range(ranks)), initial=0))
@@ -107,6 +109,15 @@ def contiguous(ranks: int, lengths: Sequence[int]) -> Placement:
         middle = (begin + end + 1) // 2
         halves.append((_between(starts, begin, middle), _between(starts, middle, end)))
     return Placement("contiguous", tuple(halves))
+
+
+def _sizes(ranks: int, lengths: Sequence[int]) -> tuple[int, Sequence[int]]:
+    """Refuses what is no number of ranks, or no list of lengths."""
+    if not isinstance(ranks, int) or ranks < 1:
+        raise ArgumentError(f"`ranks` is a whole number from 1 on, not {ranks!r:.60}")
+    if not isinstance(lengths, list | tuple) or not all(hasattr(one, "__index__") and one >= 0 for one in lengths):
+        raise ArgumentError(f"`lengths` are the tokens of each document, as in [5, 7], not {lengths!r:.60}")
+    return ranks, lengths
 
 
 PLACEMENTS = ("zigzag", "contiguous")

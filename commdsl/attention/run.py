@@ -6,7 +6,6 @@ with every transfer, so ranks that differ are told both sides (C964). Does not k
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from commdsl.attention import auto, loop, ways
+from commdsl.attention import auto, gathering, loop, ways
 from commdsl.attention import placement as placements
 from commdsl.attention.arguments import AUTOS, Asked, check, laid_out, read_placement, read_tuning, rows_first
 from commdsl.attention.auto import Sizes
@@ -114,23 +113,16 @@ def _made(
 
 
 def words(asked: Asked, lengths: tuple[int, ...], shape: tuple[int, int, int, int]) -> str:
-    """What the schedule does not know and all ranks have to agree on; many documents by a digest."""
-    tokens = f"{sum(lengths)} tokens"
-    if len(lengths) != 1:
-        tokens += f" in {len(lengths)} documents {_digest(repr(lengths))}"
+    """What the schedule does not know and all ranks have to agree on."""
     seen = "all" if asked.left is asked.right is None else f"{_side(asked.left)} before and {_side(asked.right)} after"
-    where = asked.placement if not asked.placement.startswith("[") else f"of digest {_digest(asked.placement)}"
     batch, heads, key_heads, dim = shape
-    sizes = f"batch {batch}, {heads}:{key_heads} heads of {dim}, scale {asked.scale or 'default'}"
-    return f"attention over {tokens}, placement {where}, each seeing {seen}, {sizes}"
+    scale = dim**-0.5 if asked.scale is None else asked.scale
+    sizes = f"batch {batch}, {heads}:{key_heads} heads of {dim}, scale {scale!r}"
+    return f"attention over {gathering.words(lengths, asked.placement)}, each seeing {seen}, {sizes}"
 
 
 def _side(distance: int | None) -> str:
     return "all" if distance is None else str(distance)
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def _schedule(

@@ -16,10 +16,10 @@ import torch
 
 from commdsl.attention import placement as placements
 from commdsl.attention.arguments import placement_text, read_placement
+from commdsl.attention.gathering import gathered
 from commdsl.attention.placement import Placement
 from commdsl.machine.errors import ArgumentError
 from commdsl.runtime import given, groups, menu
-from commdsl.runtime.collectives import all_gather
 from commdsl.runtime.errors import TensorError
 
 Ends: TypeAlias = "Sequence[int] | torch.Tensor | None"
@@ -71,7 +71,7 @@ def unshard_sequence(
     front = x.movedim(dim, 0)
     if len(front) < most:
         front = torch.cat((front, front.new_zeros(most - len(front), *front.shape[1:])))
-    gathered = all_gather(front.contiguous(), group)
+    rows = gathered(front.contiguous(), group, dim, lengths, placement_text(placement))
     # Where each stretch of the sequence lies among the rows of all ranks.
     where = []
     for one in range(ranks):
@@ -79,7 +79,7 @@ def unshard_sequence(
         for begin, size in placements.slices(chosen, lengths, one):
             where.append((begin, at, size))
             at += size
-    whole = _taken(gathered, 0, [(at, size) for _, at, size in sorted(where)])
+    whole = _taken(rows, 0, [(at, size) for _, at, size in sorted(where)])
     return whole.movedim(0, dim).contiguous()
 
 

@@ -3,7 +3,7 @@
 constants     a Plan of rows -> the numbers that its kernel is built with
 emit          Plan -> the text of its kernel
 headers       the headers that kernels include -> the folder, and one digest
-built         kernels that were built ahead of time -> the file to load
+built         kernels that were built ahead of time -> the cubin to load
 calls         the phases of a role -> the calls that its lanes make, in order
 nvrtc         text -> cubin, without a GPU
 host          text -> a library for this processor

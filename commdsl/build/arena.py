@@ -6,7 +6,12 @@ does). Everything lies between two guards, and what is only written holds a patt
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
+import re
+import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -14,12 +19,16 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.machine import memory
+
 Bytes: TypeAlias = NDArray[np.uint8]
 
 LINE = 64
 PAGE = 4096
 GUARD_BYTES = 64
 GUARD = 0x5A
+_MAP_NORESERVE = 0x4000  # of Linux on x86 and Arm; Python names it since 3.13
+_RANK = re.compile(r" (of|on) rank \d+$")
 UNWRITTEN = 0xA5
 """What results hold before a call: a NaN in no float type, and never what a test expects by accident."""
 
@@ -64,9 +73,16 @@ class Ground:
         return self.put(np.full(size, UNWRITTEN, np.uint8), name, align=align, shift=shift)
 
     def made(self, path: Path | None) -> Bytes:
-        """The memory, filled: a file for ranks of other processes. It is given back when nobody refers to it."""
+        """The memory, filled: a file for ranks of other processes. It is given back when nobody refers to it. Raises
+        MemoryError, which says what takes how much, where the machine does not give as much.
+        """
         size = -(-self.size // PAGE) * PAGE
-        data = np.frombuffer(mmap.mmap(-1, size) if path is None else _map_file(path, size), np.uint8)
+        try:
+            data = np.frombuffer(_map(size) if path is None else _map_file(path, size), np.uint8)
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            raise MemoryError(self._shortage()) from error
         for place in self.places:
             for guard in place.guards:
                 data[guard] = GUARD
@@ -74,13 +90,44 @@ class Ground:
             data[at : at + content.size] = content
         return data
 
+    def _shortage(self) -> str:
+        """Say how much memory was asked for, for what, and how much there is."""
+        sizes = Counter[str]()
+        for place in self.places:
+            sizes[_RANK.sub("", place.name)] += place.size
+        parts = ", ".join(
+            f"{_gigabytes(size)} for {name} of all ranks"
+            for name, size in sizes.most_common(3)
+            if size > self.size >> 6
+        )
+        there = memory.room()
+        room = "" if there == memory.UNKNOWN else f"; {_gigabytes(there)} can be had, less where `ulimit -v` says so"
+        return f"the host ranks need {_gigabytes(self.size)} of address space ({parts}){room}"
+
     def overwritten(self, data: Bytes) -> list[str]:
         """What somebody wrote beside."""
         return [place.name for place in self.places if any((data[guard] != GUARD).any() for guard in place.guards)]
 
 
+def _gigabytes(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GB"
+
+
+def _map(size: int) -> mmap.mmap:
+    """Zeros; pages that nobody touches take no room, and most of a heap is never touched."""
+    if sys.platform != "linux":
+        return mmap.mmap(-1, size)
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+
+
 def _map_file(path: Path, size: int) -> mmap.mmap:
-    """A file of zeros, mapped; pages that nobody touches take no room."""
+    """A file of zeros, mapped; pages that nobody touches take no room.
+
+    Raises OSError where the folder has no room for all of them: to touch a page for which there is none is a signal.
+    """
+    folder = os.statvfs(path.parent)
+    if size > folder.f_bavail * folder.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     with path.open("w+b") as file:
         file.truncate(size)
         return mmap.mmap(file.fileno(), size)

@@ -1,4 +1,4 @@
-"""Turns kernels that were built ahead of time into the file to load, where one is there and is what it was.
+"""Turns kernels that were built ahead of time into the cubin to load, where one is there and is what it was.
 
 Assumes keys that stand for all that a kernel is built from but the compiler. Does not build: `nvrtc` does.
 """
@@ -20,13 +20,17 @@ class Built:
     digest: str
 
 
-def find(kernels: tuple[Built, ...], key: str) -> Path | None:
-    """The file of that key; None, and a line in the log, where it is not what was built."""
+def find(kernels: tuple[Built, ...], key: str) -> bytes | None:
+    """Return the cubin of that key; None, and a line in the log, where it is not what was built.
+
+    Others may write the folder it lies in, so the bytes that were verified are returned, not the name of the file.
+    """
     for one in kernels:
         if one.key == key:
             try:
-                if hashlib.sha256(one.path.read_bytes()).hexdigest() == one.digest:
-                    return one.path
+                content = one.path.read_bytes()
+                if hashlib.sha256(content).hexdigest() == one.digest:
+                    return content
                 reason = "it is not what was built"
             except OSError as error:
                 reason = str(error.strerror)

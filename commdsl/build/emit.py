@@ -23,6 +23,7 @@ from commdsl.build.constants import routed_constants, static_constants
 from commdsl.build.headers import headers_digest
 from commdsl.ir.schedules import Ints
 from commdsl.machine.resources import data_dir
+from commdsl.machine.shortage import explained
 from commdsl.program.actors import printed
 from commdsl.program.arguments import arguments
 from commdsl.program.memory import Transport
@@ -124,6 +125,7 @@ class Kernel:
     tiles: tuple[Line, ...]  # what the blocks of a second role do; nothing: there is none
 
 
+@explained("write the text of a kernel")
 def emit(plan: Plan) -> Emitted:
     """The text for every rank of a Plan, the same on any machine and hash seed."""
     text = environment().get_template("kernel.cu.j2").render(kernel=_kernel(plan))

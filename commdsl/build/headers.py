@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from commdsl.machine.resources import data_dir
+from commdsl.machine.shortage import explained
 
 _File: TypeAlias = tuple[str, int, int]
 """A path below a folder, when it was last written to in nanoseconds, its bytes."""
@@ -23,6 +24,7 @@ def include_dir() -> Path:
     return data_dir("templates") / "include"
 
 
+@explained("read the headers of kernels")
 def headers_digest() -> str:
     """One SHA-256 over the names and contents of all headers."""
     return _digest(str(include_dir()), tuple(sorted(_files(str(include_dir())))))

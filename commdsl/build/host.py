@@ -1,10 +1,13 @@
 """Turns a kernel's text into a shared library for this machine's processor, with the first C++ compiler there is.
 
-Assumes POSIX: pthreads and `dlopen`. Does not run what it built (`host_run` does).
+Assumes POSIX: pthreads and `dlopen`. Does not run what it built (`host_run` does). What a full disk or a limit of the
+process keeps from being built is a CacheError or a ResourceError, as `machine.shortage` says.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import importlib.util
 import os
 import platform
@@ -13,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,7 +28,9 @@ from commdsl.language.diagnostics import InternalError
 from commdsl.machine import cache
 from commdsl.machine.config import Config
 from commdsl.machine.errors import CacheError, ConfigError, MissingToolError
+from commdsl.machine.private import work_folder
 from commdsl.machine.resources import data_dir
+from commdsl.machine.shortage import explained
 
 Sources: TypeAlias = tuple[tuple[str, str], ...]
 """Texts by the names of files."""
@@ -73,6 +79,7 @@ class HostCompiler:
     version: str
 
 
+@explained("look for a C++ compiler")
 def find_compiler(config: Config) -> HostCompiler:
     """$CXX when set, else g++, clang++, or the ziglang wheel; NoHostCompilerError where there is none.
 
@@ -86,7 +93,8 @@ def find_compiler(config: Config) -> HostCompiler:
         return HostCompiler(command, version)
     candidates: list[tuple[str, ...]] = [(path,) for name in ("g++", "clang++") if (path := shutil.which(name))]
     if importlib.util.find_spec("ziglang") is not None:
-        candidates.append((sys.executable, "-m", "ziglang", "c++"))
+        # Without -P, a folder `ziglang` where the user stands would run in place of the wheel.
+        candidates.append((sys.executable, "-P", "-m", "ziglang", "c++"))
     for command in candidates:
         version = _version(command)
         if version is not None:
@@ -113,11 +121,18 @@ def _version(command: tuple[str, ...]) -> str | None:
 
 @lru_cache(maxsize=16)
 def _asked(command: tuple[str, ...], path: str, file: tuple[int, int, int]) -> str | None:
-    """Asked once for as long as the file is the same: every set-up looks for the compiler, on every rank."""
+    """Asked once for as long as the file is the same: every set-up looks for the compiler, on every rank.
+
+    Raises OSError where a limit of this process is reached: the file is not to blame, and may run the next time.
+    """
     try:
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+    except subprocess.TimeoutExpired:
         return None
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.ELOOP):
+            return None
+        raise
     return done.stdout.split("\n")[0] if done.returncode == 0 else None
 
 
@@ -138,6 +153,7 @@ def build_sanitized(emitted: Emitted, defines: tuple[str, ...], config: Config) 
     return _compile((("kernel.cpp", emitted.text),), "sanitized", (*flags, *_macros(defines), str(runner)), config)
 
 
+@explained("read the text of the runner")
 def _runner() -> str:
     return (data_dir("templates") / "runner.cpp").read_text(encoding="utf-8")
 
@@ -146,6 +162,7 @@ def _macros(defines: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"-D{define}" for define in defines)
 
 
+@explained("build for this processor")
 def _compile(sources: Sources, target: str, more: tuple[str, ...], config: Config, level: str = OPTIMIZED) -> Path:
     """One run of the compiler over named texts, or what an earlier one left in the cache."""
     compiler = find_compiler(config)
@@ -158,16 +175,16 @@ def _compile(sources: Sources, target: str, more: tuple[str, ...], config: Confi
 
 def _made(compiler: HostCompiler, flags: tuple[str, ...], sources: Sources, target: str) -> dict[str, bytes]:
     """The texts, and what the compiler makes of them."""
-    with tempfile.TemporaryDirectory(prefix="commdsl-") as folder:
+    with work_folder() as folder:
         for name, text in sources:
-            Path(folder, name).write_text(text, encoding="utf-8")
+            (folder / name).write_text(text, encoding="utf-8")
         names = [name for name, _ in sources]
         command = [*compiler.command, *flags, "-I", str(include_dir()), "-o", target, *names, "-ldl"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            _refuse_unless_room(Path(folder), done.stderr)
+            _refuse_unless_room(folder, done.stderr)
             raise InternalError(f"the host compiler refused {_copy(*sources[0])}\n{shlex.join(command)}\n{done.stderr}")
-        return {name: Path(folder, name).read_bytes() for name in (*names, target)}
+        return {name: (folder / name).read_bytes() for name in (*names, target)}
 
 
 NO_ROOM = ("No space left on device", "Cannot create temporary file")
@@ -191,7 +208,15 @@ def _refuse_unless_room(folder: Path, said: str) -> None:
 
 def _copy(name: str, text: str) -> str:
     """A copy of a text that stays, to look at."""
-    handle, path = tempfile.mkstemp(prefix="commdsl-refused-", suffix=f"-{name}")
-    with open(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-    return path
+    with suppress(OSError):  # what the compiler said is worth more
+        handle, path = tempfile.mkstemp(prefix="commdsl-refused-", suffix=f"-{name}")
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        return path
+    return name
+
+
+@explained("load a library that was built")
+def loaded(path: Path) -> ctypes.CDLL:
+    """Return a library of `build`, loaded. Raises ResourceError where a limit of the process is reached."""
+    return ctypes.CDLL(str(path))

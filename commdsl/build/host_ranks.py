@@ -7,10 +7,9 @@ this process, or processes that share memory, or threads of one process under Th
 
 from __future__ import annotations
 
-import ctypes
+import os
 import struct
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +19,11 @@ import numpy as np
 
 from commdsl.build.arena import PAGE, Bytes, Ground
 from commdsl.build.emit import Emitted
-from commdsl.build.host import AT_ONCE, build, build_runner, build_sanitized
+from commdsl.build.host import AT_ONCE, build, build_runner, build_sanitized, loaded
 from commdsl.language.diagnostics import InternalError
 from commdsl.machine.config import DEFAULT_TIMEOUT, Config, from_environment
+from commdsl.machine.private import work_folder
+from commdsl.machine.shortage import explained
 from commdsl.program.arguments import arguments, heaps
 from commdsl.program.desk import desk_bytes, notice_bytes
 from commdsl.program.memory import Transport
@@ -141,7 +142,8 @@ def run_ranks(
 ) -> Bytes:
     """The memory when all calls, given by call and rank, are over; ranks are not joined in between.
 
-    Raises CommTimeout, RowsError, DataRaceError, and InternalError where a kernel wrote beside what it was given.
+    Raises CommTimeout, RowsError, DataRaceError, InternalError where a kernel wrote beside what it was given, and
+    CacheError or ResourceError where there is no room for the memory or no process can be started.
     """
     plan, known = kernel.plan, config or from_environment()
     seconds = running.timeout or known.timeout or DEFAULT_TIMEOUT
@@ -172,8 +174,8 @@ def run_ranks(
     delays = (random * running.max_delay * 1e9).astype(np.uint64)
     job = _Job(kernel, packed, delays, seconds)
     ranks = [rank for rank in range(plan.num_ranks) if rank not in running.absent]
-    with tempfile.TemporaryDirectory(prefix="commdsl-") as folder:
-        arena = Path(folder) / "arena" if kernel.is_shared else None
+    with work_folder() as folder, explained("run host ranks"):
+        arena = folder / "arena" if kernel.is_shared else None
         data = where.room.made(arena)
         if arena is None:
             _run_here(job, data, ranks)
@@ -222,10 +224,11 @@ def _run_here(job: _Job, data: Bytes, ranks: Sequence[int]) -> None:
     for launch in range(calls * len(ranks)):
         words = np.frombuffer(packed, np.uint64, layout.size // 8, launch * layout.size)
         words[[*layout.address_words]] += np.uint64(data.ctypes.data)
-    entry = ctypes.CDLL(job.kernel.command[0]).commdsl_launch
+    entry = loaded(Path(job.kernel.command[0])).commdsl_launch
     failure = entry(bytes(packed), len(ranks), calls, job.delays_of(ranks))
     if failure:
-        raise OSError(failure, f"cannot start a thread for every lane of {len(ranks)} ranks")
+        why = os.strerror(failure) if failure > 0 else "no memory"
+        raise MemoryError(f"cannot start a thread for every lane of {len(ranks)} host ranks ({why})")
 
 
 def _run_apart(job: _Job, arena: Path, groups: Sequence[Sequence[int]]) -> None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from commdsl.build.emit import Emitted, environment
+from commdsl.machine.shortage import explained
 
 ARCH = "sm_90a"
 """The architecture with its own instructions: no other runs what is built for it."""
@@ -209,6 +210,7 @@ _FIELDS = (
 
 
 @memoize
+@explained("write the text of a kernel")
 def _emitted(is_stamped: bool, *values: int) -> Emitted:
     entry = "commdsl_matmul"
     shape = dict(zip(_FIELDS, values, strict=True))

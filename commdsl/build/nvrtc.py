@@ -7,6 +7,7 @@ Does not load what it builds (`runtime.kernel` does).
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from commdsl.language.diagnostics import InternalError
 from commdsl.machine import cache
 from commdsl.machine.config import Config
 from commdsl.machine.errors import MissingToolError
+from commdsl.machine.shortage import explain, explained, number_of
 from commdsl.program.memory import Transport
 
 ARCH = "sm_90"
@@ -65,14 +67,17 @@ def _library_path(library: Library) -> Path | None:
 
 @memoize
 def load(library: Library) -> ctypes.CDLL:
-    path = _library_path(library)
+    """Return the library, loaded. Raises MissingToolError, or ResourceError where a limit of the process is reached."""
     try:
+        path = _library_path(library)
         for part in library.parts:
             # NVRTC opens its second half by name alone, which the loader finds only if it is loaded already.
             for file in sorted(path.parent.glob(part)) if path else ():
                 ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(path) if path else f"{library.stem}.13")
     except OSError as error:
+        if number_of(error):
+            raise explain(error, f"load {library.stem}") from error
         raise MissingToolError(f"{library.stem} is not here: pip install {library.wheel} ({error})") from error
 
 
@@ -182,11 +187,13 @@ def key_ahead(emitted: Emitted, defines: Sequence[str], config: Config, arch: st
     return cache.key(["ahead", emitted.text, headers_digest(), *_flags(arch, config), *defines])
 
 
+@explained("build for a GPU")
 def build(emitted: Emitted, defines: Sequence[str], config: Config, arch: str = ARCH) -> Path:
     """The cubin of one text, element type and reduction, NVSHMEM's part linked: built ahead of time, kept, or new."""
     ahead = built.find(emitted.kernels, key_ahead(emitted, defines, config, arch)) if emitted.kernels else None
     if ahead is not None:
-        return ahead
+        digest = cache.key(["kernel.cubin, built ahead", hashlib.sha256(ahead).hexdigest()])
+        return cache.entry(config.cache_dir, digest, lambda: {"kernel.cubin": ahead}) / "kernel.cubin"
     links = emitted.transport is Transport.NVSHMEM
     flags = [*_flags(arch, config), *(f"-D{define}" for define in defines)]
     if links:
@@ -211,6 +218,7 @@ def build(emitted: Emitted, defines: Sequence[str], config: Config, arch: str = 
     return cache.entry(config.cache_dir, cache.key(parts), made) / "kernel.cubin"
 
 
+@explained("build for a GPU")
 def shim(config: Config, arch: str = ARCH) -> Path:
     """NVSHMEM's device calls with C linkage, compiled once for all kernels: the headers take seconds."""
     source = include_dir() / "commdsl" / "nvshmem_shim.cu"

@@ -12,7 +12,7 @@ message. A new law is a function and a line here. Does not raise.
     places, exchanges   where a function finds what it is handed
     useless, untouched   what is in vain
     plans, routes   a plan of documents and where its rows go
-    built, tasks   what no kernel runs
+    built, chains, tasks   what no kernel runs
     rest   what there is to judge where moves have no meaning
 """
 
@@ -25,6 +25,7 @@ from typing import TypeAlias, TypeVar
 
 from commdsl.checks.bounds import OUT_OF_BOUNDS, out_of_bounds, without
 from commdsl.checks.casts import mixed_casts, unsaid_roundings
+from commdsl.checks.chains import chained_products
 from commdsl.checks.classes import mixed_types, own_units, unknown_units
 from commdsl.checks.conservation import broken_contracts
 from commdsl.checks.cycles import broken_cycles
@@ -92,8 +93,9 @@ RULES: tuple[tuple[Rule, ...], ...] = (
     (broken_cycles,),
     (out_of_bounds,),
     (*OF_A_STEP, undefined_reads, idle_landing, idle_matmul),
+    (chained_products, unfinished_results),
     (unequal_sizes, mixed_types, own_units, unknown_units),
-    (broken_contracts, broken_rotations, unknown_lengths, unfinished_results),
+    (broken_contracts, broken_rotations, unknown_lengths),
     (mixed_casts, mixed_operations, parting_tile),
     (unsaid_roundings, unsaid_factors, wrong_pairs, other_operations),
     (broken_returns,),

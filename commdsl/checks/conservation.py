@@ -59,7 +59,7 @@ def _check_rows(
     location = int(dests[row])
     counts = np.where(among, recount(located, location), 0)
     wanted = np.zeros_like(counts)
-    wanted[sources[contract.value[row]]] = 1
+    np.add.at(wanted, sources[contract.value[row]], 1)
     wanted[located.nowhere] = 0
     yield _diagnose(located, contract, Difference(location, wanted, counts), len(bad), len(dests))
 
@@ -74,7 +74,7 @@ class Difference:
 
     @property
     def missing(self) -> NDArray[np.int64]:
-        return np.flatnonzero((self.wanted > 0) & (self.counts == 0))
+        return np.flatnonzero(self.counts < self.wanted)
 
     @property
     def foreign(self) -> NDArray[np.int64]:
@@ -116,13 +116,24 @@ def in_words(located: Located, difference: Difference) -> str:
 def _missing(located: Located, difference: Difference) -> str:
     if not difference.counts.any():
         return "is never written"
+    some = difference.missing[difference.counts[difference.missing] > 0]
+    if len(some):  # of a contribution that the contract names several times
+        return _times(located, difference, int(some[0]))
     return f"lacks {listing(located, difference.missing)}"
 
 
 def _repeated(located: Located, difference: Difference) -> str:
-    count = int(difference.counts[difference.repeated[0]])
-    times = "twice" if count == 2 else f"{count} times"
-    return f"has {listing(located, difference.repeated[:1])} {times}"
+    return _times(located, difference, int(difference.repeated[0]))
+
+
+def _times(located: Located, difference: Difference, initial: int) -> str:
+    """Say how often one contribution is there, and how often it should be where that is not once."""
+    got, wanted = (_times_text(int(counts[initial])) for counts in (difference.counts, difference.wanted))
+    return f"has {listing(located, np.array([initial]))} {got}" + ("" if wanted == "once" else f", not {wanted}")
+
+
+def _times_text(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 def _foreign(located: Located, difference: Difference) -> str:

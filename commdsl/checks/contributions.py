@@ -15,13 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedTask, Locations
+from commdsl.ir.marks import mark
 from commdsl.language.records import dataclass
 
 Sums = NDArray[np.uint64]
 Totals = NDArray[np.int64]
 
-EXACT_CELLS = 1 << 16
-"""Up to so many (location, initial chunk) pairs are counted exactly."""
+EXACT_CELLS = 1 << 21
+"""Up to so many (location, initial chunk) pairs are counted exactly: 16 MB, and a tenth of a second."""
 
 MANY = np.int64(1) << 31
 """Totals stop here, so that contributions cannot wrap around to look right."""
@@ -57,18 +58,10 @@ def initial(located: Located, among: NDArray[np.bool_] | None = None) -> Content
         sums[given, np.arange(len(given))] = 1
     else:
         sums = np.zeros((size, 1), dtype=np.uint64)
-        sums[given, 0] = mix(given.astype(np.uint64))
+        sums[given, 0] = mark(given.astype(np.uint64))
     totals = np.zeros(size, dtype=np.int64)
     totals[given] = 1
     return Contents(sums, totals)
-
-
-def mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A fixed bijection of 64-bit numbers that looks random (the finisher of SplitMix64, Steele et al. 2014)."""
-    mixed = (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
 
 
 def combine(contents: Contents, sources: Locations) -> Contents:

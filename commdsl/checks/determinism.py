@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.casts import Mask, left, rounded
-from commdsl.checks.contributions import mix
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedTask
 from commdsl.checks.operations import HOW
 from commdsl.ir.functions import ACTIVATIONS
+from commdsl.ir.marks import mark, mix
 from commdsl.ir.schedules import Contract
 
 Hashes = NDArray[np.uint64]
@@ -56,7 +56,7 @@ def idle_statements(located: Located) -> Iterator[tuple[LocatedStep, LocatedMove
 
 
 def _initial(located: Located) -> Hashes:
-    return mix(np.arange(located.size, dtype=np.uint64))
+    return mark(np.arange(located.size, dtype=np.uint64))
 
 
 def _run(located: Located, hashes: Hashes) -> Iterator[tuple[LocatedStep, list[Hashes]]]:
@@ -89,7 +89,7 @@ def same_bits(located: Located) -> bool:
 def _meant(located: Located, contract: Contract) -> Hashes:
     """Of every chunk that a contract names a hash of what it is to have, in any order."""
     sources = located.contract_sources(contract)
-    marks = np.where(sources == located.nowhere, np.uint64(0), mix(sources.astype(np.uint64)))
+    marks = np.where(sources == located.nowhere, np.uint64(0), mark(sources.astype(np.uint64)))
     meant: Hashes = marks.sum(axis=1, dtype=np.uint64)[contract.value]
     return meant
 

@@ -1,8 +1,8 @@
 """C316, C317: contracts say by which block of a factor rows are multiplied, and those are.
 
 Assumes that contracts of rows, and contracts of blocks, are kept each by themselves (`conservation`). A sum of products
-may have all rows and all blocks, and yet others of them multiplied with one another. So what is moved has a 64-bit
-mark, as a fingerprint of contents has, and a product the product of two: it is linear in both, as what it stands for.
+may have all rows and all blocks, and yet others of them multiplied with one another. So each location has the sum of
+the marks of its contributions, and a product the product of two: it is linear in both, as what it stands for.
 Does not say which pair is wrong: of a sum, nobody knows.
 """
 
@@ -11,16 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from commdsl.checks.conservation import at_ends
-from commdsl.checks.contributions import mix
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, Locations
+from commdsl.ir.marks import Marks, mark
 from commdsl.ir.schedules import Contract
 from commdsl.language.diagnostics import Diagnostic, Label
-
-Marks = NDArray[np.uint64]
-"""Of every location, the sum of those of its contributions; sums and products wrap."""
 
 
 def unsaid_factors(located: Located) -> Iterator[Diagnostic]:
@@ -80,7 +76,7 @@ def _unequal(located: Located, rows: Contract, blocks: Contract, given: Marks, f
 
 
 def _initial(located: Located) -> Marks:
-    marks = np.where(located.given(), mix(np.arange(located.size, dtype=np.uint64)), np.uint64(0))
+    marks = np.where(located.given(), mark(np.arange(located.size, dtype=np.uint64)), np.uint64(0))
     marks[located.nowhere] = 0
     return marks
 

@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.conservation import Difference, contributors, in_words, last_write
-from commdsl.checks.contributions import MANY, Contents, combine, mix, transposed
+from commdsl.checks.contributions import MANY, Contents, combine, transposed
 from commdsl.checks.locations import Located, LocatedStep, LocatedTask, Locations
 from commdsl.checks.rotations import visiting
 from commdsl.ir.classes import connected
 from commdsl.ir.held import Handed, handed
+from commdsl.ir.marks import mark
 from commdsl.ir.schedules import Contract, Rotation, Task
 from commdsl.ir.words import at_bindings
 from commdsl.language.diagnostics import Diagnostic, Label
@@ -105,7 +106,7 @@ class _Returns:
             places = self.located.whole(buffer).ravel()
             wanted = Contents(np.zeros((len(places), 1), np.uint64), np.zeros(len(places), np.int64))
             for pieces, origins in self.due[number]:
-                np.add.at(wanted.sums[:, 0], pieces, mix(origins.astype(np.uint64)))
+                np.add.at(wanted.sums[:, 0], pieces, mark(origins.astype(np.uint64)))
                 np.add.at(wanted.totals, pieces, 1)
             bad = np.flatnonzero(~wanted.equal(held.at(places)))
             if len(bad):
@@ -118,7 +119,7 @@ class _Returns:
         for index, step in enumerate(self.located.steps):
             if isinstance(step, LocatedTask):
                 for one in self.written.get(index, ()):
-                    sums = np.where(one.own, mix(one.origins.astype(np.uint64)), np.uint64(0)).reshape(-1, 1)
+                    sums = np.where(one.own, mark(one.origins.astype(np.uint64)), np.uint64(0)).reshape(-1, 1)
                     made, before = Contents(sums, one.own.astype(np.int64).ravel()), held.at(one.places.ravel())
                     held.put(one.places.ravel(), _sum(made, before) if one.keeps else made)
                 continue

@@ -1,4 +1,4 @@
-"""C309 and C313: the yields hand over what a rotation promises: each piece once, and beside it what rotates with it.
+"""C309, C313, C328: the yields hand over what a rotation promises: each piece once, together with its partners.
 
 Assumes indices in bounds, no overlapping writes, no undefined reads. Counts for every rank how often each piece of each
 rank was fresh at a yield, in the buffer itself or in the one it visits in. One message per contract, for the first rank
@@ -8,6 +8,7 @@ and piece that breaks it. Does not ask where pieces go between yields.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,14 +16,16 @@ from numpy.typing import NDArray
 from commdsl.checks.conservation import contributors, listing
 from commdsl.checks.locations import Located, Locations
 from commdsl.ir.held import Handed, handed
-from commdsl.ir.schedules import Contract, Rotation
+from commdsl.ir.schedules import Contract, Rotation, Yield
 from commdsl.ir.words import at_bindings
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.records import dataclass
+from commdsl.language.source import Span
 
 
 def broken_rotations(located: Located) -> Iterator[Diagnostic]:
     """Runs the schedule once for all of them."""
+    yield from _separate(located)
     counts = [_Counted(located, one, one.rotation) for one in located.schedule.contracts if one.rotation is not None]
     if not counts:
         return
@@ -31,6 +34,48 @@ def broken_rotations(located: Located) -> Iterator[Diagnostic]:
             counted.see(now)
     for counted in counts:
         yield from counted.judge()
+
+
+def _separate(located: Located) -> Iterator[Diagnostic]:
+    """Yield C328 for every yield that is handed two buffers which no rotation names together: nothing says that the
+    pieces in them belong to one another. One message per pair of rotations.
+    """
+    schedule = located.schedule
+    contracts = [(one, one.rotation) for one in schedule.contracts if one.rotation is not None]
+    told: set[tuple[Span, Span]] = set()
+    for step in (one.step for one in located.tasks()):
+        if not isinstance(step, Yield):
+            continue
+        rotating = [buffer for buffer in step.reads if any(buffer in rotation.buffers for _, rotation in contracts)]
+        for first, second in combinations(dict.fromkeys(rotating), 2):
+            if any({first, second} <= rotation.buffers for _, rotation in contracts):
+                continue
+            names = [schedule.buffers[buffer].name for buffer in (first, second)]
+            of = [next(one for one, rotation in contracts if buffer in rotation.buffers) for buffer in (first, second)]
+            if (of[0].span, of[1].span) in told:
+                continue
+            told.add((of[0].span, of[1].span))
+            label = Label(step.span, f"reads `{names[0]}` and `{names[1]}`{at_bindings(step.bindings)}")
+            yield Diagnostic(
+                "C328",
+                "a yield is handed buffers of separate rotations",
+                label,
+                tuple(Label(one.span, f"`{name}` rotates by itself") for one, name in zip(of, names, strict=True)),
+                notes=(f"nothing holds a chunk of `{names[0]}` to the same rank's chunk of `{names[1]}`",),
+                help=_one_rotation(located, of),
+            )
+
+
+def _one_rotation(located: Located, contracts: list[Contract]) -> str:
+    """Say how to write separate rotations as one, or how to keep them apart."""
+    terms = list[str]()
+    for rotation in (one.rotation for one in contracts):
+        assert rotation is not None
+        for source, dest in zip(rotation.sources, rotation.dests, strict=True):
+            names = [located.schedule.buffers[buffer].name for buffer in (source, dest)]
+            terms.append(names[0] if source == dest else " -> ".join(names))
+    joint = ", ".join(dict.fromkeys(terms))
+    return f"say that they rotate together, `ensure rotation({joint})`, or hand each to a yield of its own"
 
 
 @dataclass(frozen=True, eq=False)

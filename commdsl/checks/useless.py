@@ -3,12 +3,17 @@
 Assumes indices in bounds, no overlapping writes, no undefined reads, every contract kept. Judges a statement of one
 step as a whole: a row of it may be useless (a rank that needs nothing, a copy to oneself), all rows may not. Where a
 rotation has a condition, which says what is needed, no row to another rank may. Does not judge cost.
+
+An error, unless the number of ranks is a degenerate one: with one rank every transfer is a copy to oneself, and where a
+loop has no iteration the readers of a statement may be missing. A schedule for any number of ranks cannot avoid that,
+and its results are right, so it is warned of.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -17,9 +22,9 @@ from numpy.typing import NDArray
 from commdsl.checks.determinism import idle_statements
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedTask, Locations, statement_key
 from commdsl.ir.held import handed
-from commdsl.ir.schedules import Task
+from commdsl.ir.schedules import Schedule, Task
 from commdsl.ir.words import bindings_text
-from commdsl.language.diagnostics import Diagnostic, Label
+from commdsl.language.diagnostics import Diagnostic, Label, Severity
 from commdsl.language.kinds import RETURNED
 from commdsl.language.source import Span
 
@@ -28,6 +33,20 @@ Used: TypeAlias = tuple[LocatedStep, LocatedMoves, NDArray[np.bool_]] | LocatedT
 
 def useless_statements(located: Located) -> Iterator[Diagnostic]:
     """One message per statement, for the first step in which it does nothing; idle ones only if none is unused."""
+    severity = Severity.WARNING if is_degenerate(located.schedule) else Severity.ERROR
+    for found in _useless(located):
+        yield replace(found, severity=severity)
+
+
+def is_degenerate(schedule: Schedule) -> bool:
+    """Whether a statement may be useless only because of the number of ranks: there is one, or a loop has no iteration,
+    in this schedule or in one that it calls.
+    """
+    called = (one.schedule for one in schedule.called)
+    return schedule.num_ranks == 1 or schedule.has_empty_loops or any(map(is_degenerate, called))
+
+
+def _useless(located: Located) -> Iterator[Diagnostic]:
     told: set[tuple[str, int, int]] = set()
     used = list(used_rows(located))
     if any(rotation.visits is not None for rotation in located.schedule.rotations):

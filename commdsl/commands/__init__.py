@@ -6,6 +6,7 @@ Assumes `cli` has parsed the arguments. A command knows no click; it is a functi
     options       what the commands have in common, in click's terms
     arguments, lengths   words -> numbers, files, documents
     output        results -> text, colour, JSON, exit codes
+    failures      what no file is to blame for -> words, an exit code
     budget        what is asked for -> what it would take
     jobs          files -> declarations to prove, and what came of each
     summary       what came of them -> lines, JSON

@@ -6,7 +6,7 @@ Assumes nothing. Does not read schedules; a wrong word is a `UsageError` that sa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeAlias
@@ -128,6 +128,22 @@ def place_of(word: str) -> Place:
     if shipped is not None:
         return Place(shipped, name)
     raise UsageError(_nothing_there(file))
+
+
+def in_folders(words: Iterable[str]) -> Iterator[str]:
+    """Yield the words, with the .comm files below it, in the order of their names, in place of each folder. Raises
+    UsageError for a folder without any. Hidden folders are not looked into.
+    """
+    for word in words:
+        if not word or not Path(word).is_dir():
+            yield word
+            continue
+        below = sorted(Path(word).rglob(f"*{resources.SUFFIX}"))
+        hidden = (any(part.startswith(".") for part in path.relative_to(word).parts) for path in below)
+        found = [path for path, is_hidden in zip(below, hidden, strict=True) if path.is_file() and not is_hidden]
+        if not found:
+            raise UsageError(f"{word} is a folder with no {resources.SUFFIX} file in it")
+        yield from map(str, found)
 
 
 def _text_file(path: Path) -> Path:

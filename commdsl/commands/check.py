@@ -9,7 +9,7 @@ from pathlib import Path
 
 from commdsl.commands import output
 from commdsl.commands.arguments import Target, UsageError
-from commdsl.commands.jobs import Outcome, has_errors, jobs_of, merge, prove_all, read
+from commdsl.commands.jobs import Job, Outcome, has_errors, jobs_of, merge, prove_all, read
 from commdsl.commands.output import Exit
 from commdsl.commands.summary import summary, to_json
 from commdsl.language import diagnostics
@@ -20,20 +20,22 @@ def check(paths: tuple[Path, ...], target: Target, name: str | None, *, as_json:
     """Proves every declaration of every file, or the one that is named; with none in a file, its topologies and cycles
     are read all the same.
     """
-    try:
-        texts = [(path, read(path)) for path in paths]
-        for path, files in texts:
+    jobs, unread = list[Job](), list[diagnostics.Diagnostic]()
+    for path in paths:
+        try:
+            files = read(path)
             if not files[0].items:
                 raise UsageError(f"{path} declares nothing; `commdsl new allreduce` writes a file to start from")
-        jobs = tuple(job for path, files in texts for job in jobs_of(path, files, target, name))
-    except CommError as error:
-        return report((), error.diagnostics, as_json=as_json, concise=concise)
+            jobs += jobs_of(path, files, target, name)
+        except CommError as error:
+            unread += error.diagnostics
     outcomes: list[Outcome] = []
     with output.progress("reading", len(jobs)) as advance:
         for outcome in prove_all(jobs, target):
             outcomes.append(outcome)
             advance(f"{outcome.job.name} for {outcome.job.ranks} ranks")
-    return report(tuple(outcomes), merge(outcomes), as_json=as_json, concise=concise, paths=paths)
+    found = tuple(dict.fromkeys((*unread, *merge(outcomes))))
+    return report(tuple(outcomes), found, as_json=as_json, concise=concise, paths=paths)
 
 
 def report(
@@ -50,7 +52,7 @@ def report(
         output.say_json({"proved": proved, "diagnostics": [diagnostics.to_json(d) for d in found]})
     else:
         for name, words in summary(outcomes):
-            output.say(f"{output.style('✓', 'good')} {name}: {words}")
+            output.say(f"{output.style('✓', 'good')} {name}: {words}", styled=True)
         if concise:
             for diagnostic in found:
                 output.tell(diagnostics.render_concise(diagnostic))

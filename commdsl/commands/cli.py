@@ -14,7 +14,17 @@ from typing import Any, TypeAlias
 import click
 
 from commdsl.commands import arguments
-from commdsl.commands.arguments import Params, UsageError, file_and_params, files_and_params, named, split_words, target
+from commdsl.commands.arguments import (
+    Params,
+    UsageError,
+    file_and_params,
+    files_and_params,
+    in_folders,
+    named,
+    split_words,
+    target,
+)
+from commdsl.commands.failures import of_system, short_of_memory, unexpected
 from commdsl.commands.options import (
     HOW,
     TORCHRUN,
@@ -33,7 +43,7 @@ from commdsl.commands.options import (
     where,
     words,
 )
-from commdsl.commands.output import Exit, close_stdout, show_diagnostics, tell, unexpected
+from commdsl.commands.output import Exit, close_stdout, show_diagnostics, tell
 from commdsl.language.diagnostics import CommError
 from commdsl.machine import resources
 from commdsl.machine.config import SettingWarning, unread
@@ -77,12 +87,12 @@ def list_(as_json: bool) -> Exit:
 @option("--concise", is_flag=True, help="One line per diagnostic.")
 @as_json
 def check(words: Words, concise: bool, as_json: bool, **chosen: Any) -> Exit:
-    """Prove every schedule, plan and dispatch of the files, or show every fault in them."""
+    """Prove all that the files, or all .comm files below a folder, declare, or show every fault in them."""
     from commdsl.commands.check import check
 
     if concise and as_json:
         raise UsageError("--concise is one line a diagnostic, --json has all of each: one of the two")
-    files, params, name = files_and_params(words, chosen["schedule"])
+    files, params, name = files_and_params(in_folders(words), chosen["schedule"])
     return check(files, aim(chosen, params), name, as_json=as_json, concise=concise)
 
 
@@ -354,9 +364,6 @@ def aim(chosen: dict[str, Any], params: Params) -> arguments.Target:
     return target(chosen["ranks"], chosen["on"], params, chosen["tune"])
 
 
-# --- how it ends ------------------------------------------------------------------------------------------------------
-
-
 def run_command(words: Sequence[str]) -> int:
     """The exit code of a command line; nothing escapes. Variables that are no settings are named once, before it."""
     for said in unread().values():
@@ -371,14 +378,11 @@ def exit_code(words: Sequence[str]) -> int:
         code = app.main(list(words) or ["--help"], prog_name="commdsl", standalone_mode=False)
         sys.stdout.flush()
         return int(code or Exit.FINE) if words else int(Exit.USAGE)
-    except (UsageError, click.UsageError) as error:
-        tell(f"usage: {usage_text(error)}")
-        return int(Exit.USAGE)
     except CommError as error:
         show_diagnostics(error.diagnostics)
         return int(Exit.DIAGNOSTICS)
-    except Error as error:
-        tell(f"usage: {error}")
+    except (Error, UsageError, click.UsageError) as error:
+        tell(f"usage: {error if isinstance(error, Error) else usage_text(error)}")
         return int(Exit.USAGE)
     except (KeyboardInterrupt, click.Abort):
         tell("interrupted")
@@ -386,12 +390,9 @@ def exit_code(words: Sequence[str]) -> int:
     except (ReaderGoneError, BrokenPipeError):
         close_stdout()
         return int(Exit.FINE)
+    except MemoryError as error:
+        return short_of_memory(str(error))
     except OSError as error:
-        close_stdout()  # what is left of it may be what cannot be written
-        tell(f"usage: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}")
-        return int(Exit.USAGE)
-    except MemoryError:
-        tell("usage: this takes more memory than there is: ask for fewer ranks or bytes")
-        return int(Exit.USAGE)
+        return of_system(error)
     except Exception:
-        return int(unexpected(words))
+        return unexpected(words)

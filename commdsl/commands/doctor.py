@@ -14,11 +14,9 @@ import platform
 import shutil
 import socket
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from pathlib import Path
 
 from commdsl.build import host, nvrtc
 from commdsl.commands import output
@@ -27,6 +25,8 @@ from commdsl.language.diagnostics import InternalError
 from commdsl.machine import cache, resources
 from commdsl.machine.config import Config, from_environment, unread
 from commdsl.machine.errors import ConfigError, Error, MissingToolError
+from commdsl.machine.printable import printable
+from commdsl.machine.private import work_folder
 
 PROBE_SECONDS = 60
 HOST_PROBE = 'extern "C" int probe() { return 7; }\n'
@@ -78,7 +78,7 @@ def show(found: list[Finding]) -> None:
     width = max(len(finding.name) for finding in found)
     for finding in found:
         state = "" if finding.state is State.OK else f"{finding.state}: "
-        output.say(f"{marks[finding.state]} {finding.name:<{width}}  {state}{finding.seen}")
+        output.say(f"{marks[finding.state]} {finding.name:<{width}}  {state}{printable(finding.seen)}", styled=True)
     titles = {State.BROKEN: "To mend what is broken:", State.IGNORED: "To mend what is ignored:"}
     for state, title in (titles | {State.MISSING: "To get what is missing:"}).items():
         rows = [finding for finding in found if finding.state is state]
@@ -177,8 +177,8 @@ def probe_compiler(config: Config) -> Iterator[Finding]:
 
 def library_trouble(command: tuple[str, ...]) -> str:
     """What is wrong where a library is built and loaded as kernels are, nothing where it works."""
-    with tempfile.TemporaryDirectory(prefix="commdsl-") as folder:
-        source, library = Path(folder) / "probe.cpp", Path(folder) / "probe.so"
+    with work_folder() as folder:
+        source, library = folder / "probe.cpp", folder / "probe.so"
         source.write_text(HOST_PROBE)
         if not runs([*command, *host.FLAGS, "-shared", "-o", str(library), str(source)]):
             return "it cannot build a library"
@@ -190,8 +190,8 @@ def library_trouble(command: tuple[str, ...]) -> str:
 
 def has_thread_sanitizer(command: tuple[str, ...]) -> bool:
     """Builds and runs a program of two threads."""
-    with tempfile.TemporaryDirectory(prefix="commdsl-") as folder:
-        source, program = Path(folder) / "probe.cpp", Path(folder) / "probe"
+    with work_folder() as folder:
+        source, program = folder / "probe.cpp", folder / "probe"
         source.write_text(RACE_PROBE)
         build = [*command, "-fsanitize=thread", "-pthread", "-o", str(program), str(source)]
         return runs(build) and runs([str(program)])

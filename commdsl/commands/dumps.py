@@ -17,6 +17,7 @@ from commdsl.ir.schedules import AnyStep, Buffer, Contract, Rotation, Schedule, 
 from commdsl.ir.words import step_words
 from commdsl.language.source import Source, Span
 from commdsl.language.syntax import File, Node
+from commdsl.machine.printable import printable
 from commdsl.machine.topology import Topology
 
 
@@ -24,7 +25,7 @@ def syntax_text(files: tuple[File, ...]) -> str:
     """Every item of every file, one node a line, children indented."""
     lines: list[str] = []
     for file in files:
-        lines.append(f"file {file.source.name}")
+        lines.append(f"file {printable(file.source.name, lines=False)}")
         for item in file.items:
             lines += [f"  {line}" for line in tree("", item)]
     return "\n".join(lines)

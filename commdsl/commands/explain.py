@@ -21,7 +21,7 @@ def explain(code: str | None, *, as_json: bool) -> Exit:
         if as_json:
             output.say_json({known_code: codes.title(known_code) for known_code in known})
         for known_code in () if as_json else known:
-            output.say(f"{output.style(known_code, 'accent')}  {codes.title(known_code)}")
+            output.say(f"{output.style(known_code, 'accent')}  {codes.title(known_code)}", styled=True)
         return Exit.FINE
     wanted = code.upper()
     if wanted not in known:

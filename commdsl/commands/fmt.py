@@ -5,7 +5,6 @@ Assumes nothing. Does not change what a file means: the formatted text parses to
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from commdsl.commands import output
@@ -31,8 +30,7 @@ def fmt(paths: tuple[Path, ...], *, check: bool, as_json: bool) -> Exit:
             found += error.diagnostics
             continue
         if is_stream and not check:
-            sys.stdout.flush()
-            sys.stdout.buffer.write(after.encode())
+            output.say_text(after)
         elif before != after if is_stream else path.read_bytes() != after.encode():  # ends of lines count, too
             changed.append(str(path))
             if not check:

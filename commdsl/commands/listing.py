@@ -56,11 +56,11 @@ def list_shipped(*, as_json: bool) -> Exit:
     ranks_width = max(len(one.ranks) for one in found)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for folder, entries in groupby(found, key=lambda one: one.path.parent.name):
-        output.say(output.style(folder, "strong"))
+        output.say(output.style(folder, "strong"), styled=True)
         for one in entries:
             head = f"  {one.name:<{name_width}}  {one.ranks:<{ranks_width}}  "
             room = None if columns is None else max(columns - len(head), 20)
-            output.say(output.style(head, "accent") + cut(one.about, room))
+            output.say(output.style(head, "accent") + cut(one.about, room), styled=True)
     output.say()
     output.say("Each runs by its name: commdsl run allreduce_ring --ranks 4; --on takes a topology; --json says more.")
     return Exit.FINE

@@ -12,6 +12,9 @@ from pathlib import Path
 from commdsl.commands import output
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.output import Exit
+from commdsl.language import parser
+from commdsl.language.diagnostics import CommError
+from commdsl.language.source import Source
 
 STARTERS = Path(__file__).with_name("starters")
 
@@ -33,6 +36,14 @@ def starter(kind: str, name: str) -> str:
     return re.sub(r"\bNAME\b", name, (STARTERS / f"{kind}.comm").read_text(encoding="utf-8"))
 
 
+def is_name(kind: str, name: str) -> bool:
+    """Return whether what a starter declares can be called so."""
+    try:
+        return name.isidentifier() and bool(parser.parse(Source("", starter(kind, name))))
+    except CommError:
+        return False
+
+
 def new(kind: str, path: Path | None, *, as_json: bool) -> Exit:
     """Writes the starter of a collective, a plan or a dispatch to `path`, or to my_KIND.comm here."""
     known = starters()
@@ -43,9 +54,7 @@ def new(kind: str, path: Path | None, *, as_json: bool) -> Exit:
         raise UsageError(f"no starter for `{kind}`: {hint}")
     target = path or Path(f"my_{wanted}.comm")
     name = target.stem.replace("-", "_")
-    from commdsl.commands.synth import is_name  # it imports the planner
-
-    if not is_name(name):
+    if not is_name(wanted, name):
         raise UsageError(f"the file's name names what it declares, and `{target.stem}` is not a name")
     if target.exists():
         raise UsageError(f"{target} is there already")

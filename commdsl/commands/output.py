@@ -1,6 +1,8 @@
 """Turns results into what a person or a script reads: text, colour on terminals, JSON, progress, exit codes.
 
 Assumes standard output is for results and standard error for diagnostics and progress. Does not decide what is wrong.
+No control character of a file's name or text reaches a terminal: colours are allowed in lines that are `styled`, whose
+makers have escaped all that comes from outside.
 """
 
 from __future__ import annotations
@@ -8,18 +10,19 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from commdsl.language import diagnostics
 from commdsl.language.diagnostics import Diagnostic
-from commdsl.machine import resources
 from commdsl.machine.config import allows_colour
+from commdsl.machine.printable import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -36,6 +39,7 @@ class Exit(IntEnum):
     USAGE = 2
     WRONG_RESULT = 3  # or a wait that timed out
     INTERNAL = 4
+    RESOURCES = 5  # more memory, or more threads, than this machine gives
     INTERRUPTED = 130
 
 
@@ -49,8 +53,29 @@ def style(text: str, name: str) -> str:
     return f"\x1b[{STYLES[name]}m{text}\x1b[0m" if has_colour(sys.stdout) else text
 
 
-def say(text: str = "") -> None:
-    print(text)
+def say(text: str = "", *, styled: bool = False) -> None:
+    """Print a line of a result; `styled`: parts of it come from `style`."""
+    print(_shown(text, styled))
+
+
+def say_text(text: str, *, styled: bool = False) -> None:
+    """Print a result that other programs read, byte for byte; a terminal gets it as `say` prints it."""
+    if sys.stdout.isatty():
+        print(_shown(text, styled), end="")
+    else:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
+
+
+def _shown(text: str, styled: bool) -> str:
+    if not styled:
+        return printable(text)
+    parts = _COLOURS.split(text)  # text and colours take turns
+    return "".join(part if index % 2 else printable(part) for index, part in enumerate(parts))
+
+
+_COLOURS = re.compile(r"(\x1b\[(?:0|1|2|3[1-6]|1;3[1-6])m)")
+"""What `style` and diagnostics write."""
 
 
 def close_stdout() -> None:
@@ -59,9 +84,9 @@ def close_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def tell(text: str) -> None:
-    """A remark beside the result, on standard error."""
-    print(text, file=sys.stderr)
+def tell(text: str, *, styled: bool = False) -> None:
+    """Print a remark on standard error; `styled` as of `say`."""
+    print(_shown(text, styled), file=sys.stderr)
 
 
 def say_json(value: Any) -> None:
@@ -78,24 +103,11 @@ def show_diagnostics(found: Iterable[Diagnostic]) -> None:
     found = tuple(found)
     colour = has_colour(sys.stderr)
     for diagnostic in found:
-        tell(diagnostics.render_full(diagnostic, color=colour).rstrip("\n") + "\n")
+        tell(diagnostics.render_full(diagnostic, color=colour).rstrip("\n") + "\n", styled=True)
     errors = sum(d.severity is diagnostics.Severity.ERROR for d in found)
     counts = [count(errors, "error"), count(len(found) - errors, "warning")]
     if found:
         tell(", ".join(text for text in counts if not text.startswith("0 ")))
-
-
-def unexpected(words: Sequence[str]) -> Exit:
-    """Print the traceback of a bug, and a report to send."""
-    import platform  # needed for bugs alone, like the next two
-    import shlex
-    import traceback
-
-    tell(traceback.format_exc())
-    tell("commdsl failed, and the file is not to blame: this is a bug in commdsl")
-    tell(f"please report it with the lines above, the files and this: commdsl {shlex.join(words)}")
-    tell(f"commdsl {resources.version()}, Python {platform.python_version()}, {platform.platform()}")
-    return Exit.INTERNAL
 
 
 def count(number: int, noun: str) -> str:

@@ -79,7 +79,7 @@ def plan(words: tuple[str, ...], wanted: Wanted, out: Path | None, svg: Path | N
     if out is None:
         output.say(made.text.removesuffix("\n"))
     for line in (*plan_view.headline(made.plan, made.after), "", *plan_view.report(made.before, made.after)):
-        output.tell(line) if out is None else output.say(line)
+        output.tell(line, styled=True) if out is None else output.say(line, styled=True)
     above = imbalance(made.after.attention)
     if above > wanted.goal.tolerance:
         output.tell(f"attention stays {above * 100:.3g} % above the mean: {reason(made, wanted)}")

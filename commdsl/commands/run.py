@@ -96,7 +96,7 @@ def run(
     else:
         for one in done:
             for line in lines(one, settings):
-                output.say(line)
+                output.say(line, styled=True)
         output.show_diagnostics(found)
     if svg is not None:
         write_svgs(svg, [one.checked for one in done if isinstance(one, RanSchedule)])

@@ -61,7 +61,7 @@ def show(path: Path, target: Target, name: str | None, stage: Stage, *, svg: Pat
             topology_of(files, target.on, compiler.DEFAULT_RANKS)
             kept = files if name is None else (of_name(files, name, named),)
             text, facts = _facts(path, stage, {}, dumps.syntax_text(kept))
-            output.say_json(facts) if as_json else output.say(text)
+            output.say_json(facts) if as_json else output.say_text(f"{text}\n")
             return Exit.FINE
         jobs = () if name in topologies else jobs_of(path, files, target, name)
     except CommError as error:
@@ -90,7 +90,7 @@ def tell(pages: list[Page], *, as_json: bool) -> Exit:
     if as_json:
         output.say_json([shown.json for shown in pages])
     else:
-        output.say("\n".join(shown.text.rstrip("\n") for shown in pages))
+        output.say_text("".join(f"{shown.text.rstrip(chr(10))}\n" for shown in pages), styled=True)
     return Exit.FINE
 
 

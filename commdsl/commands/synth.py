@@ -83,7 +83,7 @@ def synth(wanted: Wanted, out: Path | None, *, as_json: bool) -> Exit:
     if out is None:
         output.say(made.text.removesuffix("\n"))
     for line in cost_lines(made.costs):
-        output.tell(line) if out is None else output.say(line)
+        output.tell(line, styled=True) if out is None else output.say(line, styled=True)
     if out is not None:
         output.tell(f"wrote {out}; next: commdsl run {out}:{made.name} --on {wanted.on}")
     return Exit.FINE

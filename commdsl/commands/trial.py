@@ -20,6 +20,7 @@ from commdsl.build.emit import Emitted, emit
 from commdsl.build.host_ranks import DataRaceError, RowsError
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.budget import refuse_large
+from commdsl.commands.output import bytes_text
 from commdsl.commands.visited import Visited
 from commdsl.compiler import CompiledSchedule
 from commdsl.cost.profile import Profile
@@ -132,6 +133,11 @@ def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
         raise UsageError("with visits there is no `avg`: take the sum and divide it")
     most = max(buffer.blocks * of[buffer.name].size for buffer in schedule.buffers)
     elements = settings.buffer_bytes // most
+    if elements == 0:
+        raise UsageError(
+            f"--bytes {bytes_text(settings.buffer_bytes)}: nothing to move or compare, as one element in each block of "
+            f"the largest buffer takes {bytes_text(most)}"
+        )
     if schedule.has_products:
         elements = max(isqrt(elements), 1) ** 2  # blocks are square matrices
     largest = max(one.size for one in of.values())
@@ -175,6 +181,8 @@ def tried(run: Callable[[], Found], settings: Settings, block_bytes: int = 0) ->
         return Trial(block_bytes, None, str(error), 0, "", time.perf_counter() - start)
     except (CommTimeout, RowsError, DataRaceError) as error:
         return Trial(block_bytes, "", "", 0, str(error), time.perf_counter() - start)
+    if not compared and not fault:
+        fault = "no byte was compared: nothing that ran is held to anything"
     return Trial(block_bytes, name, "", compared, fault, time.perf_counter() - start, profiles)
 
 
@@ -233,14 +241,13 @@ def make_inputs(schedule: Schedule, of: Mapping[str, DType], elements: int) -> d
         matrices = [values.reshape(-1, elements // isqrt(elements)) for values in inputs[factor]]
         inputs[factor] = [one[: len(one) // halves * halves] for one in matrices]
     for ends in schedule.epilogues:
-        _beside_product(schedule, ends, inputs)
+        _beside_product(schedule, ends, inputs, elements)
     return inputs
 
 
-def _beside_product(schedule: Schedule, ends: Epilogue, inputs: dict[str, list[Array]]) -> None:
+def _beside_product(schedule: Schedule, ends: Epilogue, inputs: dict[str, list[Array]], elements: int) -> None:
     """As many numbers of a bias as blocks of the factor have rows, and of a residual as results have."""
-    of, factor, _ = schedule.products[0]
-    multiplied, factored = schedule.buffers[of], schedule.buffers[factor]
+    factored = schedule.buffers[schedule.products[0][1]]
     rows, depth = inputs[factored.name][0].shape
     wide = rows // factored.blocks
     if ends.bias is not None:
@@ -248,8 +255,8 @@ def _beside_product(schedule: Schedule, ends: Epilogue, inputs: dict[str, list[A
         inputs[bias.name] = [values[: bias.blocks * wide] for values in inputs[bias.name]]
     if ends.residual is not None:
         residual, columns = schedule.buffers[ends.residual], wide // (2 if ends.activation == GATED else 1)
-        high = len(inputs[multiplied.name][0]) // multiplied.blocks // depth
-        inputs[residual.name] = [values[: residual.blocks * high * columns] for values in inputs[residual.name]]
+        size = residual.blocks * (elements // depth) * columns
+        inputs[residual.name] = [values[:size] for values in inputs[residual.name]]
 
 
 def _of_rows(values: Array, extent: Extent) -> Array:

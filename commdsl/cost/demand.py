@@ -12,7 +12,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.checks.contributions import mix
+from commdsl.ir.marks import mark
 from commdsl.ir.schedules import Contract, Rotation, Schedule
 from commdsl.language.records import dataclass
 
@@ -222,10 +222,13 @@ def _unshared(ids: Longs, valid: NDArray[np.bool_]) -> Iterator[NDArray[np.bool_
 
 
 def _distinct_values(contract: Contract, num_chunks: int) -> tuple[Longs, Longs]:
-    """The first value of each kind, and the kind of each value: values with the same contributions are one."""
+    """Return the first value of each kind, in order, and the kind of each value: values with the same contributions
+    are of one kind.
+    """
     ids = contract.source_rank.astype(np.int64) * num_chunks + contract.source_chunk
-    marks = mix(ids.astype(np.uint64))
+    marks = mark(ids.astype(np.uint64))
     if contract.source_valid is not None:
         marks = np.where(contract.source_valid, marks, np.uint64(0))
     _, first, inverse = np.unique(marks.sum(axis=1, dtype=np.uint64), return_index=True, return_inverse=True)
-    return first.astype(np.int64), inverse.astype(np.int64).ravel()
+    order = np.argsort(first)  # marks differ in every process, and what follows must not
+    return first[order].astype(np.int64), np.argsort(order)[inverse.ravel()]

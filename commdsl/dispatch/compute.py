@@ -19,12 +19,21 @@ from commdsl.dispatch import layout
 from commdsl.dispatch.errors import MetadataError
 from commdsl.dispatch.metadata import AttentionLayout, Metadata
 from commdsl.ir.routes import NOWHERE, Longs, Routes, Shards, back, query_routes, running_count, running_sum
+from commdsl.machine.errors import ArgumentError
+from commdsl.runtime import given
 
 Intermediates: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def exclusive_cumsum(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """The sum of all entries before each, along `dim`: the shape of `tensor`, whole numbers as int64."""
+    """The sum of all entries before each, along `dim`: the shape of `tensor`, whole numbers as int64. Raises
+    TensorError (C951), ArgumentError (C973).
+    """
+    given.argument("tensor", tensor)
+    most, axis = max(tensor.dim(), 1), None if isinstance(dim, bool) else given.index(dim)
+    if axis is None or not -most <= axis < most or tensor.dtype == torch.bool:
+        found = "a tensor of bool" if tensor.dtype == torch.bool else given.shown(dim)
+        raise ArgumentError(f"`dim` is a dimension, {-most} to {most - 1}, of a tensor of numbers, not {found}")
     return tensor.cumsum(dim) - tensor
 
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 
+from commdsl.attention.arguments import scaled
 from commdsl.dispatch.attended import check
 from commdsl.dispatch.attended import register as register_attention
 from commdsl.dispatch.launcher import Launcher, known
@@ -26,7 +27,7 @@ from commdsl.runtime.registry import registry
 
 SCHEMA = (
     "move_rows(Tensor[] inputs, Tensor there, Tensor back, SymInt[] rows, str way, bool clear, bool clear_back, "
-    "str dispatcher) -> Tensor[]"
+    "str dispatcher, str about) -> Tensor[]"
 )
 
 
@@ -80,10 +81,13 @@ class Dispatcher(Launcher):
         """
         spans = checked(route).attention
         check(q, k, v)
-        q_here, k_here, v_here = self.dispatch_qkv(q, k, v, route)
-        scaled = q.shape[2] ** -0.5 if scale is None else float(scale)
-        out, _ = torch.ops.commdsl.attend_spans(q_here, k_here, v_here, spans.handle, scaled, kernel)
-        return self.collect(out, route)
+        factor = scaled(scale)
+        factor = q.shape[2] ** -0.5 if factor is None else factor
+        about = f"attention with scale {factor!r}"
+        rows = (route.queries, route.keys)
+        q_here, k_here, v_here = self._move((q, k, v), route, Way.ALL, rows, (route.rows,) * 2, False, about)
+        out, _ = torch.ops.commdsl.attend_spans(q_here, k_here, v_here, spans.handle, factor, kernel)
+        return self._move((out,), route, Way.QUERIES_BACK, (route.rows, 0), (route.queries, 0), False, about)[0]
 
     def __reduce__(self) -> NoReturn:
         raise DispatchError("a Dispatcher has memory on a group, and is not copied or saved: make one where it is used")
@@ -137,29 +141,37 @@ class Dispatcher(Launcher):
         rows: tuple[int, int],
         expected: tuple[int, int],
         padded: bool,
+        about: str = "",
     ) -> tuple[torch.Tensor, ...]:
-        asked = rows, expected, padded
-        if not skips_dispatcher(tensors, but_gradients=True):
-            there, back, counts = self._judged(tensors, route, way, asked)
-            return tuple(
-                torch.ops.commdsl.move_rows(list(tensors), there, back, counts, way.value, False, padded, self.name)
-            )
-        name = self.name, way.value
-        found = route.repeats.get(name)
-        if found is None or not found.serves(asked, tensors):
-            there, back, counts = self._judged(tensors, route, way, asked)
-            found = Repeat(asked, tensors[0].device, there, back, self.call(tensors, counts, way))
-            route.repeats[name] = found
-        if torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in tensors]:
-            apply: Any = _Moved.apply  # torch does not type it
-            return tuple(apply(self, found, way, *tensors))
-        return tuple(self.again(found.call, tensors, found.there, way))
+        try:
+            asked = rows, expected, padded, about
+            if not skips_dispatcher(tensors, but_gradients=True):
+                there, back, counts = self._judged(tensors, route, way, asked)
+                return tuple(
+                    torch.ops.commdsl.move_rows(
+                        list(tensors), there, back, counts, way.value, False, padded, self.name, about
+                    )
+                )
+            name = self.name, way.value
+            found = route.repeats.get(name)
+            if found is None or not found.serves(asked, tensors):
+                there, back, counts = self._judged(tensors, route, way, asked)
+                found = Repeat(asked, tensors[0].device, there, back, self.call(tensors, counts, way, about))
+                route.repeats[name] = found
+            if torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in tensors]:
+                self.judge_gradients(tensors, way)
+                apply: Any = _Moved.apply  # torch does not type it
+                return tuple(apply(self, found, way, *tensors))
+            return tuple(self.again(found.call, tensors, found.there, way))
+        except BaseException as error:
+            groups.report(error, self.group_name, tensors, self.plan.name)
+            raise
 
     def _judged(
         self, tensors: tuple[torch.Tensor, ...], route: Route, way: Way, asked: Asked
     ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """The tables of a call and of its way back, and rows of its results by tensor, once the tensors may go."""
-        rows, expected, padded = asked
+        rows, expected, padded, _ = asked
         most = (self.limits.queries, self.limits.keys) if not way.goes else (self.limits.rows, self.limits.rows)
         for tensor in tensors:
             given.tensor("a dispatch", tensor)
@@ -167,6 +179,8 @@ class Dispatcher(Launcher):
         others = len(tensors) - 1
         for tensor, least, room in zip(tensors, _each(expected, others), _each(most, others), strict=True):
             _check(tensor, least, room if padded else None, self.device)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            self.judge_gradients(tensors, way)
         return there, back, _each(rows, others)
 
 
@@ -178,8 +192,8 @@ class _Moved(torch.autograd.Function):
         ctx: Any, dispatcher: Launcher, found: Repeat, way: Way, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         made = dispatcher.again(found.call, tensors, found.there, way)
-        padded = found.asked[2]
-        _setup(ctx, (tensors, found.there, found.back, (), way.value, False, padded, dispatcher.name), made)
+        _, _, padded, about = found.asked
+        _setup(ctx, (tensors, found.there, found.back, (), way.value, False, padded, dispatcher.name, about), made)
         return tuple(made)
 
     @staticmethod
@@ -223,8 +237,9 @@ def _run(
     clear: bool,
     clear_back: bool,
     dispatcher: str,
+    about: str,
 ) -> list[torch.Tensor]:
-    return known(dispatcher).launch(inputs, there, rows, Way(way), clear=clear)
+    return known(dispatcher).launch(inputs, there, rows, Way(way), about, clear=clear)
 
 
 def _shapes(
@@ -236,16 +251,17 @@ def _shapes(
     clear: bool,
     clear_back: bool,
     dispatcher: str,
+    about: str,
 ) -> list[torch.Tensor]:
     return [tensor.new_empty((count, *tensor.shape[1:])) for tensor, count in zip(inputs, rows, strict=True)]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    tensors, there, back, _, way, clear, clear_back, name = inputs
+    tensors, there, back, _, way, clear, clear_back, name, about = inputs
     ctx.save_for_backward(there, back)
     ctx.rows = [tensor.shape[0] for tensor in tensors]
     ctx.like = [(tensor.shape, tensor.dtype) for tensor in output]
-    ctx.rest = (Way(way).reversed.value, clear_back, clear, name)
+    ctx.rest = (Way(way).reversed.value, clear_back, clear, name, about)
 
 
 def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
@@ -256,8 +272,8 @@ def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, 
         for gradient, (shape, dtype) in zip(gradients, ctx.like, strict=True)
     ]
     if skips_dispatcher(tuple(slopes)):
-        way, clear, _, name = ctx.rest
-        made = _run(slopes, back, there, ctx.rows, way, clear, False, name)
+        way, clear, _, name, about = ctx.rest
+        made = _run(slopes, back, there, ctx.rows, way, clear, False, name, about)
     else:
         made = torch.ops.commdsl.move_rows(slopes, back, there, ctx.rows, *ctx.rest)
-    return made, None, None, None, None, None, None, None
+    return (made, *(None,) * 8)

@@ -18,6 +18,8 @@ from commdsl.dispatch.metadata import Metadata
 from commdsl.dispatch.route import Route
 from commdsl.dispatch.simulate import orchestrate_simulate
 from commdsl.dispatch.validator import validate
+from commdsl.runtime import given
+from commdsl.runtime.errors import TensorError
 
 
 class Arguments(Protocol):
@@ -47,6 +49,10 @@ def dispatch_kernel(
     `metadata` is the Route of this rank, `buffers` the Dispatcher that has symmetric memory for it. Raises
     DispatchError (C961) for one tensor of keys without the other, and what `Dispatcher.dispatch_qkv` raises.
     """
+    given.instance("buffers", buffers, Dispatcher)
+    given.argument("recv_tensor", recv_tensor)
+    if kv_recv_tensor is not None:
+        given.argument("kv_recv_tensor", kv_recv_tensor)
     if (kv_send_tensor is None) != (kv_recv_tensor is None):
         raise DispatchError("expected kv_send_tensor and kv_recv_tensor, or neither")
     if kv_send_tensor is None or kv_recv_tensor is None:
@@ -60,6 +66,9 @@ def dispatch_kernel(
 
 
 def _fill(to: torch.Tensor, rows: torch.Tensor) -> None:
+    if to.dim() == 0 or len(to) < len(rows) or to.shape[1:] != rows.shape[1:]:
+        shapes = f"({len(rows)} or more, {', '.join(map(str, rows.shape[1:]))})"
+        raise TensorError(f"what is received goes to a tensor of shape {shapes}, got {tuple(to.shape)}")
     with torch.no_grad():
         to[: len(rows)].copy_(rows)
 

@@ -17,6 +17,7 @@ from commdsl.dispatch import layout
 from commdsl.dispatch.errors import MetadataError
 from commdsl.dispatch.metadata import Metadata
 from commdsl.ir.routes import NOWHERE, Longs
+from commdsl.runtime import given
 
 NORMAL = {
     "dst_rank": torch.int32,
@@ -50,6 +51,7 @@ class Columns:
 
 def tables(name: str, metadata: Metadata) -> Columns:
     """The numbers of `metadata`, called `name` in messages, each within its own bounds."""
+    given.instance(name, metadata, Metadata)
     world_size = metadata.world_size
     if world_size is None or metadata.num_seqs is None:
         raise MetadataError("Metadata of all ranks is judged, no slice", field=f"{name}.world_size")

@@ -14,6 +14,8 @@ from commdsl.dispatch.planned import from_plan
 from commdsl.ir.plans import DispatchPlan
 from commdsl.ir.routes import Longs, Mask, Shards, Sharing, running_count
 from commdsl.language.source import Source, Span
+from commdsl.machine.errors import ArgumentError
+from commdsl.runtime import given
 
 MOST_ROWS = 2**31 - 1
 """Of all sequences of a rank together."""
@@ -27,8 +29,8 @@ def gen_seq_lens(world_size: int, num_seqs: int, total_len: int) -> torch.Tensor
     int32 holds.
     """
     _at_least(world_size, 1, "world_size")
-    _at_least(num_seqs, 1 if total_len else 0, "num_seqs")
     _at_least(total_len, 0, "total_len")
+    _at_least(num_seqs, 1 if total_len else 0, "num_seqs")
     if total_len > MOST_ROWS:
         raise MetadataError("lengths are int32", field="total_len", expected=f"at most {MOST_ROWS}", got=total_len)
     if not num_seqs:
@@ -59,6 +61,7 @@ def create_qkv_dispatch(world_size: int, total_seq_len: int, num_seqs: int, max_
     _at_least(world_size, 1, "world_size")
     _at_least(num_seqs, 1, "num_seqs")
     _at_least(max_cp_degree, 1, "max_cp_degree")
+    _at_least(total_seq_len, 0, "total_seq_len")
     if total_seq_len % max_cp_degree:
         law = "the rows of a rank are cut into that many equal shards"
         expected = f"divisible by max_cp_degree, {max_cp_degree}"
@@ -104,5 +107,7 @@ def _plan(lengths: Longs, degree: Longs, ranks: Longs, copies: int) -> DispatchP
 
 
 def _at_least(number: int, least: int, field: str) -> None:
+    if isinstance(number, bool) or given.index(number) is None:
+        raise ArgumentError(f"`{field}` is a whole number, not {given.shown(number)}")
     if number < least:
         raise MetadataError("the size is too small", field=field, expected=f"{least} or more", got=number)

@@ -28,7 +28,8 @@ from commdsl.runtime.launches import ROW_BYTES, Arguments, Launches, default_dev
 from commdsl.runtime.load import Kernels, Where, definition
 from commdsl.runtime.pool import results_of, row_bytes
 from commdsl.runtime.program import Definition, RoutedProgram, routed_program
-from commdsl.runtime.workspace import Start
+from commdsl.runtime.tensors import element_name, in_backward
+from commdsl.runtime.workspace import Start, listed
 
 SUMMED = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -109,7 +110,6 @@ class Launcher:
         self._landing = self._launches.pool(begin + (results - 1) * sum(sizes), sizes, 1)
         self.name = f"{self.plan.name}/{self._comm.name}/{self._launches.number}/{id(self):x}"
         self._starts: dict[str, Start] = {}
-        self._digests: dict[str, int] = {}  # of calls, but for what their tables say
         self._calls: dict[Way, Call] = {}  # the last of each
         self._routes: weakref.WeakSet[Route] = weakref.WeakSet()
         self._last = 0  # the address of the last call's table
@@ -138,24 +138,45 @@ class Launcher:
         before. q, k, v: as for `dispatch_qkv`, or without rows, or on torch's meta device: what counts is the bytes of
         a row, and the dtype. Raises DispatchError (C961), and in a capture CaptureError (C955).
         """
+        given.argument("q", q)
         tensors, route = tuple(tensor for tensor in (q, k, v) if tensor is not None), checked(route)
+        for name, tensor in (("k", k), ("v", v)):
+            if tensor is not None:
+                given.argument(name, tensor)
         for way in (Way.QUERIES, Way.ALL)[: 1 if k is None else 2]:
-            given = tensors if way.has_keys else (q,)
-            self.tables(route, way, given)
+            sent = tensors if way.has_keys else (q,)
+            self.tables(route, way, sent)
             for one in (way, way.reversed):
                 with suppress(TensorError):  # what cannot be summed can go there all the same
-                    self._start(self._dtype(given, one))
+                    self._start(self._dtype(sent, one))
+
+    @property
+    def group_name(self) -> str:
+        return self._comm.name
 
     def admit(self, route: Route, wanted: Form, waiting: Sequence[int]) -> None:
         if not self._launches.is_closed:
             self.limits.admit(self.plan, route, wanted, waiting)
 
     def launch(
-        self, inputs: Sequence[torch.Tensor], table: torch.Tensor, rows: Sequence[int], way: Way, *, clear: bool
+        self,
+        inputs: Sequence[torch.Tensor],
+        table: torch.Tensor,
+        rows: Sequence[int],
+        way: Way,
+        about: str,
+        *,
+        clear: bool,
     ) -> list[torch.Tensor]:
-        """One call: new tensors of `rows` rows each. With `clear` what the table leaves out is zero."""
-        self._refuse(way)
-        return self._make(self.call(inputs, rows, way), inputs, table, clear=clear)
+        """One call: new tensors of `rows` rows each. With `clear` what the table leaves out is zero. `about`: as of
+        `call`.
+        """
+        try:
+            self._refuse(way)
+            return self._make(self.call(inputs, rows, way, about), inputs, table, clear=clear)
+        except BaseException as error:
+            groups.report(error, self.group_name, inputs, self.plan.name)
+            raise
 
     def again(self, call: Call, inputs: Sequence[torch.Tensor], table: torch.Tensor, way: Way) -> list[torch.Tensor]:
         """One call more, on tensors like those that it was worked out for."""
@@ -185,7 +206,7 @@ class Launcher:
         comm = self._comm
         comm.ready()
         if comm.compares:
-            comm.compare(f"`{self.plan.name}` for {way.value}")
+            comm.compare(f"`{self.plan.name}` for {way.value}{in_backward()}")
         if self._launches.is_closed:
             raise DispatchError(f"`{self.plan.name}` was released")
 
@@ -215,9 +236,8 @@ class Launcher:
         there, back = (route.table(self._form(one, widths), self) for one in (way, way.reversed))
         self._routes.add(route)
         for one in (way, way.reversed):
-            digest = route.digest(self._form(one, widths))
-            words = f"{one.value} of {' and '.join(map(str, widths))} bytes a row, by plan {digest:08x}"
-            self._launches.know_plan(digest, words)
+            form = self._form(one, widths)
+            self._launches.know_plan(route.digest(form), route.words(form))
         # Each is the other's way back.
         route.ready[self.name, way.value, widths] = there, back
         route.ready[self.name, way.reversed.value, widths] = back, there
@@ -226,15 +246,17 @@ class Launcher:
     def _form(self, way: Way, widths: tuple[int, ...]) -> Form:
         return Form(way, widths, self._is_packed, self.plan.tile_bytes)
 
-    def call(self, inputs: Sequence[torch.Tensor], rows: Sequence[int], way: Way) -> Call:
-        """What calls on such tensors have in common, results of `rows` rows each."""
+    def call(self, inputs: Sequence[torch.Tensor], rows: Sequence[int], way: Way, about: str) -> Call:
+        """What calls on such tensors have in common, results of `rows` rows each. `about`: further settings that all
+        ranks must agree on, in words that become part of the digest which the kernels compare.
+        """
         shapes = list(rows), [(tensor.shape, tensor.dtype) for tensor in inputs]
         found = self._calls.get(way)
-        if found is None or found.shapes != shapes:
-            found = self._calls[way] = self._new_call(shapes, inputs, way)
+        if found is None or found.shapes != shapes or found.about != about:
+            found = self._calls[way] = self._new_call(shapes, inputs, way, about)
         return found
 
-    def _new_call(self, shapes: Shapes, inputs: Sequence[torch.Tensor], way: Way) -> Call:
+    def _new_call(self, shapes: Shapes, inputs: Sequence[torch.Tensor], way: Way, about: str) -> Call:
         if not way.goes:
             self._judge_back(len(inputs))
         dtype = self._dtype(inputs, way)
@@ -243,8 +265,25 @@ class Launcher:
         widths, here, there = [*map(row_bytes, inputs)], [*map(len, inputs)], shapes[0]
         moved = sum(max(pair) * max(width, ROW_BYTES) for width, *pair in zip(widths, here, there, strict=True))
         words = (*widths, *pad, *here, *pad, *there, *pad)
-        last = self._digests[dtype], self._comm.rank, self._launches.lanes(moved, LANE_BYTES)
-        return Call(way.goes, shapes, results, start, pad, (*words, *last))
+        last = self._digest(inputs, dtype, about), self._comm.rank, self._launches.lanes(moved, LANE_BYTES)
+        return Call(way.goes, shapes, results, start, pad, (*words, *last), about)
+
+    def _digest(self, inputs: Sequence[torch.Tensor], summed: str, about: str) -> int:
+        """The digest of a call without its table's, which the kernel adds."""
+        rows = " and ".join(f"{tuple(tensor.shape[1:])} {element_name(tensor.dtype)}" for tensor in inputs)
+        return self._launches.digest(f"of rows of {rows}{f', summed in {summed}' if summed else ''}{listed(about)}")
+
+    def judge_gradients(self, tensors: Sequence[torch.Tensor], way: Way) -> None:
+        """Raises TensorError (C951) for tensors whose gradients cannot be summed on their way back."""
+        if not way.goes:
+            return
+        kinds = {one.dtype for one, copied in zip(tensors, self._copied, strict=False) if copied}
+        if self.limits.copies > 1 and not (len(kinds) < 2 and kinds <= SUMMED.keys()):
+            found = " and ".join(sorted(map(element_name, kinds)))
+            raise TensorError(
+                f"copies of {found} rows have no gradient: it is summed in one of {', '.join(SUMMED.values())}, in the "
+                "same for all tensors. Cast q, k and v, as in k.float(), detach them, or call under torch.no_grad()"
+            )
 
     def _judge_back(self, num_tensors: int) -> None:
         for name in names_of(self.plan)[:num_tensors]:
@@ -266,7 +305,6 @@ class Launcher:
         if found is None:
             macros = (*((f"COMMDSL_DTYPE={dtype}",) if dtype else ()), *self._macros)
             always = {"waiting": self._layout.waiting, "waiting_rows": self._layout.waiting_rows}
-            self._digests[dtype] = self._launches.digest(f"of rows, summed in {dtype}" if dtype else "of rows")
             found = self._starts[dtype] = self._launches.start(macros, always, CHANGING)
         return found
 

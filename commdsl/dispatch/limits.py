@@ -46,7 +46,7 @@ class Limits:
     @staticmethod
     def of(routes: Iterable[Route], widths: Sequence[int]) -> Limits:
         """The least under which all of these run, one Route or more, with rows of these bytes. DispatchError (C961)."""
-        found = tuple(routes) if isinstance(routes, Iterable) else ()
+        found = tuple(routes) if isinstance(routes, Iterable) and not hasattr(routes, "shape") else ()
         if not found or not all(isinstance(route, Route) for route in found):
             raise DispatchError(f"expected one Route or more, as in [route], got {routes!r}")
         if not isinstance(widths, Sequence) or not all(hasattr(width, "__index__") for width in widths):

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from commdsl.dispatch.errors import MetadataError as MetadataError
+from commdsl.machine.errors import ArgumentError
 from commdsl.planner.balance import imbalance
+from commdsl.runtime import given
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -56,10 +58,11 @@ class Metadata:
         """What `rank` needs, without padding: dst_rank, dst_offset and seq_len have its num_seqs rows, num_recv_tokens
         is (W + 1,), seq_recv_mask and recv_seq_lens keep the padding of the forward shards that they describe.
 
-        Raises MetadataError if this is a slice already, or has no such rank.
+        Raises MetadataError if this is a slice already, or has no such rank; ArgumentError for no whole number.
         """
         if self.world_size is None or self.num_seqs is None:
             raise MetadataError("this is the slice of one rank already", field="world_size")
+        rank = _index(rank)
         if not 0 <= rank < self.world_size:
             raise MetadataError("there is no such rank", field="rank", expected=f"0 ..< {self.world_size}", got=rank)
         if not isinstance(self.num_total_recv_tokens, (tuple, list)):
@@ -140,6 +143,7 @@ class AttentionLayout:
         """What `rank` needs: no W, and R is the number of shards that it receives."""
         if self.cu_seqlens_q.dim() != 2:
             raise MetadataError("this is the slice of one rank already", field="cu_seqlens_q")
+        rank = _index(rank)
         if not 0 <= rank < len(self.cu_seqlens_q):
             raise MetadataError(
                 "there is no such rank", field="rank", expected=f"0 ..< {len(self.cu_seqlens_q)}", got=rank
@@ -172,6 +176,14 @@ class QKVMetadata(NamedTuple):
 torch.serialization.add_safe_globals(
     [Metadata, AttentionLayout, QKVMetadata]
 )  # numbers and tensors, so `torch.load` may
+
+
+def _index(rank: Any) -> int:
+    """The number of a rank. Raises ArgumentError (C973) for what is no whole number."""
+    found = None if isinstance(rank, bool) else given.index(rank)
+    if found is None:
+        raise ArgumentError(f"`rank` is a whole number, not {given.shown(rank)}")
+    return found
 
 
 def _signed(value: Any) -> Any:

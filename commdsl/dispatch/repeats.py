@@ -14,8 +14,10 @@ import torch
 from commdsl.runtime.pool import Results
 from commdsl.runtime.workspace import Start
 
-Asked: TypeAlias = tuple[tuple[int, int], tuple[int, int], bool]
-"""Rows of the results, rows of the inputs, of queries and of keys each, and whether there may be more of them."""
+Asked: TypeAlias = tuple[tuple[int, int], tuple[int, int], bool, str]
+"""Rows of the results and of the inputs, of queries and of keys each; whether there may be more of them; and the words
+of `Call.about`.
+"""
 
 Shapes: TypeAlias = tuple[list[int], list[tuple[torch.Size, torch.dtype]]]
 """Rows of the results, and what the inputs are."""
@@ -31,6 +33,7 @@ class Call:
     start: Start
     pad: tuple[int, ...]  # for tensors that a call does not have
     words: tuple[int, ...]  # arguments behind the addresses
+    about: str  # further settings that all ranks must agree on, in words
 
 
 @dataclass(frozen=True, slots=True)

@@ -270,8 +270,14 @@ class Route:
         return found.words
 
     def digest(self, wanted: Form) -> int:
-        """Of the routes of all ranks, as the table of that form has it."""
+        """The digest in the table of that form: of the routes of all ranks, and of the mask and the keys of queries."""
         return self._tables[wanted].made.digest
+
+    def words(self, wanted: Form) -> str:
+        """The description of that digest, for errors of ranks whose plans differ."""
+        seen = self._numbers.seen
+        mask = "" if seen is None else ", causal" if seen.causal else ", not causal"
+        return f"{wanted.way.value} by plan {self.digest(wanted):08x}{mask}"
 
     def update_(self, other: Route) -> None:
         """Overwrites the tables with those of `other`, on the current stream: a graph that was captured with this Route
@@ -321,7 +327,7 @@ class Route:
 
     def _count(self, numbers: _Numbers) -> None:
         self._numbers = numbers
-        self._maker = Tables(self.rank, self.num_ranks)
+        self._maker = Tables(self.rank, self.num_ranks, 0 if numbers.seen is None else numbers.seen.digest)
         self._made: dict[Form, RowTable] = {}  # that nobody has asked for yet
         self._spans = None if numbers.seen is None else numbers.seen.on(self.rank, self.device)
         columns = [column.tolist() for column in numbers.sizes]

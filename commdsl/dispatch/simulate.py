@@ -14,6 +14,7 @@ import torch
 from commdsl.dispatch import layout
 from commdsl.dispatch.errors import MetadataError
 from commdsl.dispatch.metadata import Metadata
+from commdsl.runtime import given
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ def simulate_reduce(tensor: torch.Tensor, output_tensor: torch.Tensor, metadata:
 
 def _copies(metadata: Metadata) -> Iterator[_Copy]:
     """Every copy by rank, shard and replica; every shard has one at least, to nowhere if it stays."""
+    given.instance("metadata", metadata, Metadata)
     if metadata.seq_len.dim() != 2:
         law = "a simulation needs the Metadata of all ranks"
         raise MetadataError(law, field="seq_len", expected="(W, S)", got=tuple(metadata.seq_len.shape))
@@ -94,6 +96,11 @@ def _copies(metadata: Metadata) -> Iterator[_Copy]:
 
 
 def _tensors(tensor: torch.Tensor, output_tensor: torch.Tensor) -> None:
+    for name, one in (("tensor", tensor), ("output_tensor", output_tensor)):
+        given.argument(name, one)
+        if one.dim() < 2:
+            law = "a tensor of all ranks has a dimension of ranks and one of rows"
+            raise MetadataError(law, field=f"{name}.shape", expected="(W, T, ...)", got=tuple(one.shape))
     if tensor.shape[:1] != output_tensor.shape[:1] or tensor.shape[2:] != output_tensor.shape[2:]:
         raise MetadataError(
             "both tensors are of the same ranks and width",

@@ -16,6 +16,7 @@ from commdsl.dispatch.errors import MetadataError
 from commdsl.dispatch.form import Columns, refuse, tables
 from commdsl.dispatch.metadata import AttentionLayout, Metadata
 from commdsl.ir.routes import NOWHERE, Longs, Mask, Routes, Shards, back, running_sum
+from commdsl.runtime.given import instance
 
 
 def validate(
@@ -53,6 +54,7 @@ def validate(
     key_routes, _ = _forward(keys)
     _reverse(tables("rev_k", rev_k), keys, key_routes, shards)
     if attention is not None:
+        instance("attention", attention, AttentionLayout)
         attention_laws.judge(attention, query_routes, key_routes, shards, mask)
 
 

@@ -12,6 +12,7 @@ import torch
 from commdsl.ep.limits import MOST_KEYS_A_ROW, Limits
 from commdsl.ep.way_back import SUMMED
 from commdsl.runtime.errors import DispatchError, TensorError
+from commdsl.runtime.given import shown
 
 WEIGHTS = (torch.float32, torch.float16, torch.bfloat16)
 """What routing weights may be in: they travel in float32, which holds each of these exactly."""
@@ -41,6 +42,8 @@ class EPConfig:
                 raise DispatchError(f"`{name}` is a whole number from 1 on, not {value!r}")
         if self.topk > MOST_KEYS_A_ROW:
             raise DispatchError(f"a token has at most {MOST_KEYS_A_ROW} experts, got `topk` {self.topk}")
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int):
+            raise DispatchError(f"`rank` is a whole number, not {shown(self.rank)}")
         if not 0 <= self.rank < self.world_size:
             raise DispatchError(f"rank {self.rank} is none of {self.world_size} ranks")
         for name, of in (("num_experts", self.num_experts), ("world_size", self.world_size)):
@@ -84,3 +87,65 @@ class EPConfig:
         """For calls in which a rank receives up to so many rows."""
         width, back = (self.hidden * dtype.itemsize for dtype in (self.token_dtype, self.dtype_back))
         return Limits(self.max_tokens, self.topk, received, (width,), back)
+
+
+class Configured:
+    """The numbers of an EPConfig as read-only attributes, by the names of EPAll2AllLayer."""
+
+    ep_config: EPConfig
+
+    @property
+    def max_tokens(self) -> int:
+        return self.ep_config.max_tokens
+
+    @property
+    def hidden(self) -> int:
+        return self.ep_config.hidden
+
+    @property
+    def topk(self) -> int:
+        return self.ep_config.topk
+
+    @property
+    def rank(self) -> int:
+        return self.ep_config.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.ep_config.world_size
+
+    @property
+    def local_world_size(self) -> int:
+        return self.ep_config.local_world_size
+
+    @property
+    def nnodes(self) -> int:
+        return self.ep_config.num_nodes
+
+    @property
+    def node_id(self) -> int:
+        return self.ep_config.node
+
+    @property
+    def is_intra_node(self) -> bool:
+        return self.ep_config.is_intra_node
+
+    @property
+    def num_tot_experts(self) -> int:
+        return self.ep_config.num_experts
+
+    @property
+    def experts_per_rank(self) -> int:
+        return self.ep_config.num_experts_per_rank
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.ep_config.token_dtype
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return self.ep_config.weight_dtype
+
+    @property
+    def offset_dtype(self) -> torch.dtype:
+        return self.ep_config.offset_dtype

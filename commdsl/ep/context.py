@@ -15,7 +15,7 @@ from commdsl.ep.config import EPConfig
 from commdsl.ep.exchange import Exchange
 from commdsl.runtime import groups
 from commdsl.runtime.errors import DispatchError
-from commdsl.runtime.given import Patience
+from commdsl.runtime.given import Patience, whole
 from commdsl.runtime.load import Kernels
 
 
@@ -44,6 +44,7 @@ class DispatchCombineContext:
         tune: Mapping[str, int | str] | None = None,
         kernels: Kernels | None = None,
         timeout: Patience = None,
+        terms: Mapping[str, object] | None = None,
     ) -> DispatchCombineContext:
         """Collective: symmetric memory on every rank of `group`, with room for max_tokens * topk * `capacity` rows to
         come to a rank in a call, but for no more than ever come. The rest as for `Exchange`. Raises DispatchError
@@ -65,7 +66,9 @@ class DispatchCombineContext:
             "gradients": gradients,
             "results": results,
         }
+        dtypes = {"token_dtype": ep_config.token_dtype, "weight_dtype": ep_config.weight_dtype}
         made |= {"check": check, "tune": tune, "kernels": kernels, "timeout": timeout}
+        made["terms"] = {**dtypes, **(terms or {})}
         return cls(ep_config, rows, name, made)
 
     @property
@@ -75,22 +78,33 @@ class DispatchCombineContext:
 
     @property
     def dispatch_output_buf(self) -> torch.Tensor:
-        """(capacity, hidden): where the rows of the next call come to lie, in symmetric memory."""
+        """(capacity, hidden): where the rows of the next call come to lie, in symmetric memory, which stays allocated
+        while this tensor is held. Raises DispatchError (C961) after `finalize`.
+        """
         return self._coming[0]
 
     @property
     def weight_recv_buf(self) -> torch.Tensor:
-        """(capacity,) float32: where their weights come to lie."""
+        """(capacity,) float32: where their weights come to lie; as `dispatch_output_buf`."""
         return self._coming[1]
 
     def reallocate_dispatch_output_buf(self, dispatch_recv_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Collective: room for at least so many rows to come to a rank. What came before stays where it is. Returns
-        `dispatch_output_buf` and `weight_recv_buf`: new ones, where there was less room.
+        `dispatch_output_buf` and `weight_recv_buf`: new ones, where there was less room. Raises DispatchError (C961)
+        after `finalize`.
         """
-        if dispatch_recv_tokens > self.capacity:
+        self.refuse_released()
+        if whole("dispatch_recv_tokens", dispatch_recv_tokens, 0) > self.capacity:
             self._outgrown.append(self.exchange)
             self.exchange = self._new(dispatch_recv_tokens)
         return self._coming
+
+    def refuse_released(self) -> None:
+        """Raises DispatchError (C961) where `finalize` was called, or the group released its memory."""
+        if self.exchange.is_released:
+            raise DispatchError(
+                "the symmetric memory of this layer was released, by `finalize` or with its group: make a new layer"
+            )
 
     @property
     def has_idle(self) -> bool:

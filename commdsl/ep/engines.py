@@ -53,11 +53,11 @@ class Ways:
         self.most = exchange.ranks * exchange.limits.rows  # tokens that an expert may have
         self.first = exchange.rank * exchange.keys_a_rank  # this rank's first expert
 
-    def there(self, x: Tensor, experts: Tensor, weights: Tensor) -> Dispatched:
-        """Tokens to their experts, with their weights. Who has no expert, -1, is dropped."""
+    def there(self, x: Tensor, experts: Tensor, weights: Tensor, about: str = "") -> Dispatched:
+        """Sends tokens to their experts, with their weights; a choice of -1 is dropped."""
         given = x if self.quantize is None else self.quantize(x)
         chosen = torch.where(experts < 0, self.exchange.num_keys, experts).to(torch.int32)
-        return functional.dispatch(self.exchange, given, chosen, weights.float().contiguous())
+        return functional.dispatch(self.exchange, given, chosen, weights.float().contiguous(), about=about)
 
     def parts(self, found: Dispatched) -> tuple[Tensor, Tensor | None]:
         """Rows, and their scales where they have any."""
@@ -173,7 +173,8 @@ class PrepareAndFinalize:
             if topk_ids.shape[1] != 1:
                 raise DispatchError("weights on the input are for one expert a token: its row would be several")
             a1 = a1 * topk_weights.to(a1.dtype)
-        self._found = found = ways.there(a1, topk_ids, topk_weights)
+        about = "weights on the input" if apply_router_weight_on_input else "weights on the output"
+        self._found = found = ways.there(a1, topk_ids, topk_weights, about)
         rows, scales = ways.parts(found)
         tokens = ways.tokens(found)
         if self._batched:

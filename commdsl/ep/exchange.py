@@ -16,10 +16,11 @@ import torch
 from commdsl.ep.experts import Experts, Handle, Received
 from commdsl.ep.float8 import Quantised, flat, paired
 from commdsl.ep.limits import Limits
-from commdsl.runtime import groups
+from commdsl.runtime import given, groups
 from commdsl.runtime.errors import CaptureError, DispatchError
 from commdsl.runtime.given import Patience
 from commdsl.runtime.load import Kernels
+from commdsl.runtime.workspace import listed
 
 ENTRY = 0xFFFFFFFF
 """The bits of an origin that say which entry of its source a row is of: row * keys of a row + which key."""
@@ -57,6 +58,7 @@ class Exchange:
         tune: Mapping[str, int | str] | None = None,
         kernels: Kernels | None = None,
         timeout: Patience = None,
+        terms: Mapping[str, object] | None = None,
     ) -> None:
         """Collective, as for Experts. `keys`: of all ranks together; `align`: the rows of each begin at a multiple of
         it. `float8`: the first tensor travels in it, with a scale for each so many elements, and comes as Quantised.
@@ -89,6 +91,7 @@ class Exchange:
             tune=tune,
             kernels=kernels,
             timeout=timeout,
+            terms=terms,
         )
         self.device, self.num_keys = self.experts.device, keys
         self.keys_a_rank, self.ranks = self.experts.keys_a_rank, keys // self.experts.keys_a_rank
@@ -99,13 +102,19 @@ class Exchange:
         raise DispatchError("an Exchange has memory on a group, and is not copied or saved: make it where it is used")
 
     def dispatch(
-        self, rows: tuple[torch.Tensor, ...], keys: torch.Tensor, values: torch.Tensor | None = None
+        self,
+        rows: tuple[torch.Tensor, ...],
+        keys: torch.Tensor,
+        values: torch.Tensor | None = None,
+        *,
+        about: str = "",
     ) -> Received:
         """Each row to the ranks of its keys, with the value of each key, zero where none is given; values of places
-        that have no row are zero.
+        that have no row are zero. All ranks give values, or none does. `about`: as of `Experts.dispatch`.
         """
+        given.argument("keys", keys)
         sent = torch.zeros(keys.shape, device=self.device) if values is None else values
-        found = self.experts.dispatch(rows, keys, sent)
+        found = self.experts.dispatch(rows, keys, sent, about=_weighted(values, about))
         if not (self.experts.has_room or self.experts.is_capturing):
             found = _copied(found)
         if self.align > 1 and found.values is not None:
@@ -119,18 +128,22 @@ class Exchange:
 
     def combine(self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None = None) -> torch.Tensor:
         """For each row of the call there the sum over its keys of (weight times) what became of it. weights: (rows of
-        the call there, keys), or with `local_combine` one for each of the rows that go back.
+        the call there, keys), or with `local_combine` one for each of the rows that go back. All ranks give weights, or
+        none does.
         """
+        given.argument("rows", rows)
+        given.instance("handle", handle, Handle)
+        about = _weighted(weights, "")
         if weights is None:
             weights = torch.ones(len(rows) if self.local_combine else handle.keys.shape, device=rows.device)
-        return self.experts.combine(rows, handle, weights)
+        return self.experts.combine(rows, handle, weights, about=about)
 
     def combine_values(self, values: torch.Tensor, handle: Handle) -> torch.Tensor:
         """A float32 for each received row, (n,), to its entry on its source: (rows, keys of a row), zero if dropped."""
         return self.experts.combine_values(values, handle)
 
     def coming(self, *like: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Where the rows of the next call, like these, and their values come to lie, whoever holds on to them."""
+        """As of Experts: where the rows of the next call, like these, and their values will be written."""
         rows, values = self.experts.coming(*like)
         assert values is not None
         return rows, values
@@ -172,9 +185,19 @@ class Exchange:
         """Whether nothing that was received is held in symmetric memory any more."""
         return self.experts.is_idle
 
+    @property
+    def is_released(self) -> bool:
+        """Whether the symmetric memory was released, so that no call can be made any more."""
+        return self.experts.is_released
+
     def synchronize(self) -> None:
         """Waits for this rank's calls and raises what went wrong in them."""
         self.experts.synchronize()
+
+
+def _weighted(weights: torch.Tensor | None, about: str) -> str:
+    """The words of a call: ranks with and without weights make different calls, and so do their backward passes."""
+    return f"{'without' if weights is None else 'with'} weights{listed(about)}"
 
 
 def _num_nodes(ranks: int | None, node: int) -> int:

@@ -15,6 +15,7 @@ import torch
 from commdsl.ep.float8 import paired
 from commdsl.ep.limits import Limits, whole
 from commdsl.ep.pending import Call, Pending, finish_lost
+from commdsl.ep.reporting import reported
 from commdsl.ep.way_back import SUMMED, WayBack
 from commdsl.ep.way_there import Known, WayAgain, WayThere
 from commdsl.ir.dispatches import ByKey
@@ -22,17 +23,19 @@ from commdsl.program.timeouts import BAD_KEY, BAD_MATE, BAD_ORIGIN, NO_ROOM, Err
 from commdsl.runtime import given, groups
 from commdsl.runtime.errors import DispatchError, GradientError, KeysError, RowError, TensorError
 from commdsl.runtime.given import Patience
+from commdsl.runtime.kept import keep
 from commdsl.runtime.launches import Launches, default_device
 from commdsl.runtime.load import Kernels, Where, definition
-from commdsl.runtime.pool import row_bytes
 from commdsl.runtime.program import routed_program
+from commdsl.runtime.tensors import element_name, in_backward
+from commdsl.runtime.workspace import listed
+
+MOST_DIGESTS = 256  # kinds of call that are kept
 
 
 @dataclass(frozen=True, eq=False)
 class Handle:
-    """What a call there knows that its way back, and other rows of the same routing, need. Keys are the caller's
-    tensor, and must not change meanwhile. Places of a rank are those of its Received rows.
-    """
+    """The routing of one dispatch, which `combine` and `dispatch_again` need. `keys` must not change until then."""
 
     keys: torch.Tensor  # (T, K)
     counts: torch.Tensor
@@ -63,10 +66,7 @@ class Received:
 
 
 class Experts:
-    """Moves rows to the ranks of their keys, and what became of them back, summed by weight.
-
-    Places of a rank are sorted by (key, source rank, row): the same on every run.
-    """
+    """Moves rows to the ranks of their keys and back, summed by weight; places are sorted by (key, source rank, row)."""
 
     def __init__(
         self,
@@ -83,6 +83,7 @@ class Experts:
         tune: Mapping[str, int | str] | None = None,
         kernels: Kernels | None = None,
         timeout: Patience = None,
+        terms: Mapping[str, object] | None = None,
     ) -> None:
         """Collective: symmetric memory for `limits` on every rank of `group`, with what `results` calls receive.
 
@@ -91,6 +92,7 @@ class Experts:
         topology `on`, with `params` for its parameters (`E`, the number of keys) and `tune` in place of its own tuning.
 
         `timeout`: how long a wait for another rank may take, in seconds or as a timedelta; the group's unless said.
+        `terms`: further settings, by name, that all ranks must agree on.
 
         Raises CommError for the file, AgreementError (C964) where ranks differ, DispatchError (C961) for limits that
         make no sense.
@@ -110,8 +112,8 @@ class Experts:
         self.keys_a_rank = route.num_keys // self._comm.size
         limits.judge(made.plan, None if made.back is None else made.back[0])
         macros = ("COMMDSL_CHECK=1",) if check else ()
-        terms = {**asdict(limits), "results": results, "check": check}
-        known = Known(self._comm, limits, results, macros, self.explain, terms, given.seconds(timeout))
+        agreed = {**asdict(limits), "results": results, "check": check, **(terms or {})}
+        known = Known(self._comm, limits, results, macros, self.explain, agreed, given.seconds(timeout))
         self._there = WayThere(known, (made.plan, made.emitted))
         self._again = WayAgain(known, made.again) if made.again is not None and limits.width_again else None
         self._digests: dict[tuple[object, ...], int] = {}
@@ -122,7 +124,7 @@ class Experts:
 
     def __reduce__(self) -> NoReturn:
         raise DispatchError(
-            "Experts have memory on a group, and are not copied or saved: make them where they are used"
+            "Experts have memory on a group and cannot be copied or saved: build them where they are used"
         )
 
     def dispatch(
@@ -130,19 +132,22 @@ class Experts:
         rows: torch.Tensor | tuple[torch.Tensor, ...],
         keys: torch.Tensor,
         values: torch.Tensor | None = None,
+        *,
+        about: str = "",
     ) -> Received:
         """Each row to the ranks of its keys, as often as the dispatch says.
 
         rows: (T, ...) or, where the dispatch has several tensors, a tuple of such, contiguous, any dtype, each with an
         even number of bytes a row; what the dispatch sends `as float8` is float32, float16 or bfloat16, an even number
         of elements a row, and arrives as Quantised rows and scales. keys: (T, K) int32 on the device, 0 ..< E; E itself
-        drops. values: (T, K) float32, where the dispatch routes a value. The memory of what is received is free again
-        when nothing of it is held, the handle neither.
+        drops. values: (T, K) float32, where the dispatch routes a value. about: further settings that all ranks must
+        agree on, in words; ranks whose words differ raise AgreementError (C964). The memory of what is received is free
+        again when nothing of it is held, the handle neither.
 
         Raises TensorError (C951), DispatchError (C961). More places than Limits.received, or a key that there is not,
         are reported behind the call, on all ranks that see it: KeysError (C963).
         """
-        return self._dispatch(rows, keys, values).whole()
+        return self._dispatch(rows, keys, values, about).whole()
 
     def dispatch_send(
         self,
@@ -157,8 +162,13 @@ class Experts:
         """
         return Pending(self._dispatch(rows, keys, values), self._go_on)
 
+    @reported
     def _dispatch(
-        self, rows: torch.Tensor | tuple[torch.Tensor, ...], keys: torch.Tensor, values: torch.Tensor | None
+        self,
+        rows: torch.Tensor | tuple[torch.Tensor, ...],
+        keys: torch.Tensor,
+        values: torch.Tensor | None,
+        about: str = "",
     ) -> Call[Received]:
         several = isinstance(rows, tuple)
         tensors = rows if isinstance(rows, tuple) else (rows,)
@@ -171,7 +181,8 @@ class Experts:
             raise TensorError(f"`{self.plan.name}` {what}")
         if values is not None:
             self.limits.admit_weights(values, keys)
-        run, came = there(tensors, keys, values, self._digest(there.launches, tensors, keys), self.is_capturing)
+        digest = self._digest(there.launches, tensors, keys, about)
+        run, came = there(tensors, keys, values, digest, self.is_capturing)
         mates, index = came.beside.get("mates"), came.beside.get("index")
         brought = None if there.push.value is None else came.beside[there.push.value.name]
         handle = Handle(keys, came.counts, came.beside["origins"], came.offsets, came.places, mates, brought)
@@ -189,8 +200,10 @@ class Experts:
         """The first of two launches of `dispatch_again`, as `dispatch_send` is of `dispatch`."""
         return Pending(self._dispatch_again(rows, handle), self._go_on)
 
+    @reported
     def _dispatch_again(self, rows: torch.Tensor, handle: Handle) -> Call[torch.Tensor]:
         again = self._again
+        given.instance("handle", handle, Handle)
         self.limits.admit_again(rows, handle.keys)
         if again is None:
             raise DispatchError(f"`{self.plan.name}` has no way there again")
@@ -201,18 +214,20 @@ class Experts:
         run, found = again(rows, handle.keys, left, digest, self.is_capturing)
         return Call(again.launches, run, found, (rows, handle.keys, *left))
 
-    def combine(self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None = None) -> torch.Tensor:
+    def combine(
+        self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None = None, *, about: str = ""
+    ) -> torch.Tensor:
         """What became of received rows back to where they come from: for each row of the call there, the sum over its
         keys, in their order, of weight times row, in float32, rounded once. Dropped keys add nothing, and a row of no
         key is zero. `once per rank`: over the ranks, in their order, of the sums of their keys, each rounded.
 
         rows: those received, and any behind them up to Limits.received, which do not count; float32, float16 or
         bfloat16, contiguous. weights, float32, where the dispatch has some: (T, K), or where ranks add up what is there
-        one for each received row, those that came beside the rows unless given. Returns a new tensor (T, ...). Raises
-        TensorError (C951), DispatchError (C961). Fewer rows than were received are reported behind the call:
-        KeysError (C963).
+        one for each received row, those that came beside the rows unless given. about: as of `dispatch`. Returns a new
+        tensor (T, ...). Raises TensorError (C951), DispatchError (C961). Fewer rows than were received are reported
+        behind the call: KeysError (C963).
         """
-        return self._combine(rows, handle, weights).whole()
+        return self._combine(rows, handle, weights, about).whole()
 
     def combine_send(
         self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None = None
@@ -220,8 +235,12 @@ class Experts:
         """The first of two launches of `combine`, as `dispatch_send` is of `dispatch`."""
         return Pending(self._combine(rows, handle, weights), self._go_on)
 
-    def _combine(self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None) -> Call[torch.Tensor]:
+    @reported
+    def _combine(
+        self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None, about: str = ""
+    ) -> Call[torch.Tensor]:
         back = self._back
+        given.instance("handle", handle, Handle)
         if back is None:
             raise DispatchError(f"`{self.plan.name}` has no way back: write `back y by sum(weight[T, K])`")
         weighs = back.weighs_here or back.push.weights is not None
@@ -241,7 +260,7 @@ class Experts:
             self.limits.admit_values(weights, keys, len(rows))
         found = rows.new_empty((len(keys), *rows.shape[1:]))
         known = (handle.origins, handle.offsets, *self._mates(back, handle), *beside)
-        run = back(rows, keys, known, found, self._digest(back.launches, (rows,), keys))
+        run = back(rows, keys, known, found, self._digest(back.launches, (rows,), keys, about))
         return Call(back.launches, run, found, (rows, keys, *known))
 
     def combine_values(self, values: torch.Tensor, handle: Handle) -> torch.Tensor:
@@ -256,7 +275,9 @@ class Experts:
         """The first of two launches of `combine_values`, as `dispatch_send` is of `dispatch`."""
         return Pending(self._combine_values(values, handle), self._go_on)
 
+    @reported
     def _combine_values(self, values: torch.Tensor, handle: Handle) -> Call[torch.Tensor]:
+        given.instance("handle", handle, Handle)
         way, keys = self._values, handle.keys
         if way is None:
             raise DispatchError(f"`{self.plan.name}` has no way back: write `back y by sum(weight[T, K])`")
@@ -307,6 +328,11 @@ class Experts:
         return self._comm.rank
 
     @property
+    def is_released(self) -> bool:
+        """Whether the symmetric memory was released, so that no call can be made any more."""
+        return self._there.launches.is_closed
+
+    @property
     def has_room(self) -> bool:
         """Whether there is memory for what one more call there receives."""
         return self._there.pool.has_room(goes=True)
@@ -322,10 +348,12 @@ class Experts:
         return self._there.pool.is_idle and (self._again is None or self._again.pool.is_idle)
 
     def coming(self, *like: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """Where the next call's rows, like these, come to lie, and the values beside them. To hold them holds nothing
-        back: the call writes there.
+        """Tensors over the memory that the next call's rows, like these, and their values will be written to, also
+        while these are held. They keep the memory allocated. Raises DispatchError (C961) after a release.
         """
         there = self._there
+        if self.is_released:
+            raise DispatchError(f"`{self.plan.name}` was released: there is no memory for another call")
         found = there.coming(like)
         values = None if there.push.value is None else found[there.push.value.name]
         return tuple(found[str(number)] for number in range(len(like))), values
@@ -343,22 +371,25 @@ class Experts:
         return self.is_capturing
 
     def _ready(self, launches: Launches, *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            given.argument("rows", tensor)
         is_captured = self._go_on()
         if not launches.is_closed:
             finish_lost(launches, is_captured)
-        self._comm.compare(f"`{launches.plan.name}`")
+        self._comm.compare(f"`{launches.plan.name}`{in_backward()}")
         if launches.is_closed:
             raise DispatchError(f"`{self.plan.name}` was released")
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise GradientError(f"`{self.plan.name}` has no gradient: detach its tensors, or call it under no_grad")
 
-    def _digest(self, launches: Launches, tensors: Sequence[torch.Tensor], keys: torch.Tensor) -> int:
-        """Of a call: how many rows a rank has is its own."""
-        key = (launches.number, keys.shape[1], *((tensor.dtype, row_bytes(tensor)) for tensor in tensors))
+    def _digest(self, launches: Launches, tensors: Sequence[torch.Tensor], keys: torch.Tensor, about: str = "") -> int:
+        """The digest of a call that the kernels compare; the number of rows is each rank's own."""
+        key = (launches.number, keys.shape[1], about, *((tensor.dtype, tensor.shape[1:]) for tensor in tensors))
         found = self._digests.get(key)
         if found is None:
-            rows = ", ".join(f"{row_bytes(tensor)} bytes of {tensor.dtype}" for tensor in tensors)
-            found = self._digests[key] = launches.digest(f"of rows of {rows}, {keys.shape[1]} keys a row")
+            rows = " and ".join(f"{tuple(tensor.shape[1:])} {element_name(tensor.dtype)}" for tensor in tensors)
+            found = launches.digest(f"of rows of {rows}, {keys.shape[1]} keys a row{listed(about)}")
+            keep(self._digests, key, found, MOST_DIGESTS)
         return found
 
     def _mates(self, back: WayBack, handle: Handle) -> tuple[torch.Tensor, ...]:

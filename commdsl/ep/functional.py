@@ -18,13 +18,14 @@ from commdsl.ep.exchange import ENTRY, PADDING, Exchange, known
 from commdsl.ep.experts import Handle
 from commdsl.ep.float8 import Quantised, arriving, dequantised, flat, paired
 from commdsl.ep.way_back import SUMMED
+from commdsl.runtime import given
 from commdsl.runtime.errors import GradientError
 from commdsl.runtime.operators import define
 from commdsl.runtime.registry import registry
 
 Tensor: TypeAlias = torch.Tensor
 
-THERE = "ep_dispatch(Tensor[] rows, Tensor keys, Tensor? values, str exchange) -> Tensor[]"
+THERE = "ep_dispatch(Tensor[] rows, Tensor keys, Tensor? values, str exchange, str about) -> Tensor[]"
 AGAIN = "ep_dispatch_again(Tensor rows, Tensor keys, Tensor[] handle, str exchange) -> Tensor"
 BACK = "ep_combine(Tensor rows, Tensor keys, Tensor[] handle, Tensor? weights, str exchange) -> Tensor"
 WIDE = "ep_dequantise(Tensor x, Tensor rows, Tensor scales, Tensor keys, Tensor[] handle, str exchange) -> Tensor"
@@ -49,17 +50,27 @@ class Dispatched:
 
 
 def dispatch(
-    exchange: Exchange, x: Tensor | tuple[Tensor, ...], expert: Tensor, weight: Tensor | None = None
+    exchange: Exchange,
+    x: Tensor | tuple[Tensor, ...],
+    expert: Tensor,
+    weight: Tensor | None = None,
+    *,
+    about: str = "",
 ) -> Dispatched:
     """Tokens to the ranks of their experts, a row for each choice, sorted by (expert, source rank, token).
 
     x: (T, ...), contiguous, any dtype, T up to `limits.rows`; or a tuple of such, of which the first has a gradient.
-    expert: (T, K) int32, 0 ..< E; E drops. weight: (T, K) float32, which arrive beside their rows. The gradient of x is
+    expert: (T, K) int32, 0 ..< E; E drops. weight: (T, K) float32, which arrive beside their rows; all ranks give
+    weights, or none does. about: further settings that ranks must agree on, in words (C964). The gradient of x is
     `combine` of that of the rows, and the gradient of weight that of the weights, each back at its choice. In float8
     tokens have none here, but in what `dequantise` makes of rows. Raises TensorError (C951), DispatchError (C961),
     GradientError (C958).
     """
     tensors = x if isinstance(x, tuple) else (x,)
+    given.instance("exchange", exchange, Exchange)
+    for name, one in (("x", tensors), ("expert", (expert,)), ("weight", () if weight is None else (weight,))):
+        for tensor in one:
+            given.argument(name, tensor)
     library()
     for number, tensor in enumerate(tensors):
         if exchange.float8 and tensor.requires_grad and torch.is_grad_enabled():
@@ -68,7 +79,7 @@ def dispatch(
             raise GradientError(
                 f"tokens of {tensor.dtype} have no gradient, nor has more than the first tensor: detach them"
             )
-    made = torch.ops.commdsl.ep_dispatch(list(tensors), expert, weight, exchange.name)
+    made = torch.ops.commdsl.ep_dispatch(list(tensors), expert, weight, exchange.name, about)
     rows, handle = paired(tuple(made[: -len(HANDLE)]), exchange.stretches), _handle(expert, made[-len(HANDLE) :])
     found = rows if isinstance(x, tuple) else rows[0]
     return Dispatched(found, None if weight is None else handle.values, handle.counts, handle.offsets, handle)
@@ -79,6 +90,9 @@ def dequantise(exchange: Exchange, x: Tensor, there: Dispatched) -> Tensor:
     went there. The gradient of x is `combine` of that of the result: it goes straight through the rounding to float8,
     as if that were none. Raises GradientError (C958) for an Exchange without float8.
     """
+    given.instance("exchange", exchange, Exchange)
+    given.argument("x", x)
+    given.instance("there", there, Dispatched)
     first = there.rows[0] if isinstance(there.rows, tuple) and not isinstance(there.rows, Quantised) else there.rows
     if not isinstance(first, Quantised):
         raise GradientError("these rows did not travel in float8: they have a gradient as they are")
@@ -97,6 +111,11 @@ def combine(exchange: Exchange, rows: Tensor, handle: Handle, weight: Tensor | N
     that came beside them. The gradient of rows is `dispatch` of that of the result, times the weight; that of weight
     the product of that and the row. Raises as `dispatch`.
     """
+    given.instance("exchange", exchange, Exchange)
+    given.argument("rows", rows)
+    given.instance("handle", handle, Handle)
+    if weight is not None:
+        given.argument("weight", weight)
     library()
     needs = rows.requires_grad or (weight is not None and weight.requires_grad)
     if needs and torch.is_grad_enabled() and not exchange.limits.width_again:
@@ -150,8 +169,9 @@ def _plain(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(tensor.detach() for tensor in tensors)
 
 
-def _there(rows: Sequence[Tensor], keys: Tensor, values: Tensor | None, exchange: str) -> list[Tensor]:
-    found = known(exchange).dispatch(_plain(rows), keys, None if values is None else values.detach())
+def _there(rows: Sequence[Tensor], keys: Tensor, values: Tensor | None, exchange: str, about: str) -> list[Tensor]:
+    sent = None if values is None else values.detach()
+    found = known(exchange).dispatch(_plain(rows), keys, sent, about=about)
     return [*flat(found.rows), *_tensors(found.handle)]
 
 
@@ -160,8 +180,8 @@ def _again(rows: Tensor, keys: Tensor, handle: Sequence[Tensor], exchange: str) 
 
 
 def _back(rows: Tensor, keys: Tensor, handle: Sequence[Tensor], weights: Tensor | None, exchange: str) -> Tensor:
-    given = None if weights is None else weights.detach()
-    return known(exchange).combine(rows.detach(), _handle(keys, handle), given)
+    sent = None if weights is None else weights.detach()
+    return known(exchange).combine(rows.detach(), _handle(keys, handle), sent)
 
 
 def _values(values: Tensor, keys: Tensor, handle: Sequence[Tensor], exchange: str) -> Tensor:
@@ -175,7 +195,7 @@ def _wide(x: Tensor, rows: Tensor, scales: Tensor, keys: Tensor, handle: Sequenc
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
-def _fake_there(rows: Sequence[Tensor], keys: Tensor, values: Tensor | None, exchange: str) -> list[Tensor]:
+def _fake_there(rows: Sequence[Tensor], keys: Tensor, values: Tensor | None, exchange: str, about: str) -> list[Tensor]:
     found = known(exchange)
     received = found.limits.received
     return [
@@ -211,7 +231,7 @@ def _fake_wide(
 
 
 def _keep_there(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    rows, keys, values, ctx.exchange = inputs
+    rows, keys, values, ctx.exchange, _ = inputs
     ctx.num_rows, ctx.has_values = len(rows), values is not None
     ctx.like = (output[0].shape, output[0].dtype, rows[0].requires_grad)
     ctx.save_for_backward(keys, *output[-len(HANDLE) :])
@@ -226,12 +246,12 @@ def _there_back(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]
     shape, dtype, needs_rows = ctx.like
     of_rows, of_values = None, None
     if needs_rows:
-        given = keys.new_zeros(shape, dtype=dtype) if first is None else first.contiguous()
-        of_rows = torch.ops.commdsl.ep_combine(given, keys, handle, None, ctx.exchange)
+        slopes = keys.new_zeros(shape, dtype=dtype) if first is None else first.contiguous()
+        of_rows = torch.ops.commdsl.ep_combine(slopes, keys, handle, None, ctx.exchange)
     if ctx.has_values and ctx.needs_input_grad[2]:
-        given = keys.new_zeros(shape[:1], dtype=torch.float32) if values is None else values.contiguous()
-        of_values = torch.ops.commdsl.ep_combine_values(given, keys, handle, ctx.exchange)
-    return [of_rows, *(None for _ in range(1, ctx.num_rows))], None, of_values, None
+        slopes = keys.new_zeros(shape[:1], dtype=torch.float32) if values is None else values.contiguous()
+        of_values = torch.ops.commdsl.ep_combine_values(slopes, keys, handle, ctx.exchange)
+    return [of_rows, *(None for _ in range(1, ctx.num_rows))], None, of_values, None, None
 
 
 def _keep_wide(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

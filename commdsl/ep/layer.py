@@ -13,12 +13,14 @@ from typing import Any, TypeAlias
 import torch
 
 from commdsl.ep import functional
-from commdsl.ep.config import EPConfig
+from commdsl.ep.config import Configured, EPConfig
 from commdsl.ep.context import DispatchCombineContext
-from commdsl.ep.exchange import ENTRY, RANK
+from commdsl.ep.exchange import ENTRY, MOST_SMS, RANK
 from commdsl.ep.functional import Dispatched
 from commdsl.ep.layout import NONE, EPAllToAllLayoutDesc, Known, padded
 from commdsl.ep.limits import whole
+from commdsl.ep.scatter import judge as judge_scatter
+from commdsl.machine.errors import ArgumentError
 from commdsl.runtime import groups
 from commdsl.runtime.collectives import all_gather, all_reduce
 from commdsl.runtime.errors import DispatchError, GroupError, TensorError
@@ -31,7 +33,7 @@ GROWTH, UNIT = 2, 1024
 """Memory that is too small grows to so many times what came, in whole units of rows."""
 
 
-class EPAll2AllLayer(torch.nn.Module):
+class EPAll2AllLayer(Configured, torch.nn.Module):
     """Expert parallelism: tokens to the ranks of their experts, a row for each choice, and back as their sums.
 
     Rows of a rank are sorted by expert, then by the rank they come from, then by token: the same on every run. Both
@@ -60,6 +62,7 @@ class EPAll2AllLayer(torch.nn.Module):
         gradients: bool = True,
         results: int = 2,
         check: bool = False,
+        drop_negative: bool = False,
         tune: Mapping[str, int | str] | None = None,
         kernels: Kernels | None = None,
         timeout: Patience = None,
@@ -77,19 +80,24 @@ class EPAll2AllLayer(torch.nn.Module):
         Beside the document: symmetric memory holds max_tokens * topk * `capacity` rows that come. With `exact` a call
         reads on the host how many come, once, grows the memory if it is too small, and returns tensors of so many rows.
         Without it nothing is read: a call returns tensors of all the rows that there is room for, a CUDA graph can
-        capture it, and more rows than that are reported behind it (KeysError, C963). The rest as for `Exchange`.
+        capture it, and more rows than that are reported behind it (KeysError, C963). With `drop_negative` an expert of
+        -1 drops a choice, too. With `check` kernels hold every row to its bounds, and `dispatch` refuses scatter
+        indices that are no order of the rows, but in a capture. The rest as for `Exchange`.
 
         Raises DispatchError (C961) and TensorError (C951) for what no layer can have, AgreementError (C964) where ranks
-        differ, CommError (C505) for more SMs than there are.
+        differ.
         """
         super().__init__()
         self.ep_config = EPConfig(
             max_tokens, hidden, topk, num_tot_experts, rank, world_size, local_world_size, dtype, weight_dtype
         )
-        if isinstance(num_sm, bool) or not isinstance(num_sm, int) or num_sm < 1:
-            raise DispatchError(f"`num_sm` is a whole number from 1 on, not {num_sm!r}")
+        if isinstance(num_sm, bool) or not isinstance(num_sm, int) or not 1 <= num_sm <= MOST_SMS:
+            raise DispatchError(
+                f"`num_sm` is a whole number from 1 to {MOST_SMS}, as a GPU has {MOST_SMS} SMs, not {num_sm!r}"
+            )
         self.ep_group, self.num_sm, self.exact = ep_group, num_sm, exact
         self.enable_local_combine, self.use_aot = enable_local_combine, use_aot
+        self.check, self.drop_negative = check, drop_negative
         self.a2a_ctx = DispatchCombineContext.create(
             self.ep_config,
             capacity,
@@ -102,6 +110,7 @@ class EPAll2AllLayer(torch.nn.Module):
             tune={"sms": num_sm, **(tune or {})},
             kernels=kernels,
             timeout=timeout,
+            terms={"exact": exact, "use_aot": use_aot},
         )
         self._group = self.a2a_ctx.group
         self._node = None if self.ep_config.is_intra_node else _group_of_node(self._group, self.ep_config)
@@ -128,20 +137,28 @@ class EPAll2AllLayer(torch.nn.Module):
         Returns the rows that came, (recv_tokens, hidden), their weights, (recv_tokens,), or None, and what `combine`
         needs. The rows lie in symmetric memory, free again when neither they nor the descriptor are held.
 
-        Raises TensorError (C951), DispatchError (C961), in a capture CaptureError (C955) where sizes are exact. An
+        Raises TensorError (C951), ArgumentError (C973), DispatchError (C961), in a capture CaptureError (C955) where
+        sizes are exact. An
         expert that there is not is reported behind the call: KeysError (C963).
         """
         context, config = self.a2a_ctx, self.ep_config
         self._judge(input, exp_indices, weight, full_scatter_indices)
+        if self.drop_negative:
+            exp_indices = torch.where(exp_indices == NONE, config.num_experts, exp_indices)
         told = self._tell(exp_indices)
         read = None
+        own = None if full_scatter_indices is None else self._own(full_scatter_indices, told, len(exp_indices))
+        if own is not None and self.check and not context.exchange.is_capturing:
+            judge_scatter(own, exp_indices, config, self._group)
         if self.exact and context.capacity < config.most_received:
             read = self._read(told)  # before anything is sent, and not again
         exchange = context.exchange
-        there = functional.dispatch(exchange, input, exp_indices, None if weight is None else weight.float())
+        about = "" if own is None else "in the order of scatter indices"
+        sent = None if weight is None else weight.float()
+        there = functional.dispatch(exchange, input, exp_indices, sent, about=about)
         places, order = there.handle.places, None
-        if full_scatter_indices is not None:
-            places, order = self._scattered(full_scatter_indices, told, there, exp_indices)
+        if own is not None:
+            places, order = self._scattered(own, told, there, exp_indices)
         if self.exact:
             read = read or self._read(told)
         received = None if read is None else sum(row[config.rank] for row in read)
@@ -158,9 +175,16 @@ class EPAll2AllLayer(torch.nn.Module):
         input: as many rows as the dispatch returned, (recv_tokens, hidden), float32, float16 or bfloat16; weighed
         already, if they are to be: the sum does not weigh. Raises TensorError (C951), DispatchError (C961).
         """
-        known = ep_a2a_layout_desc.known
+        known = self._known_of(ep_a2a_layout_desc)
         length = known.exchange.limits.received if known.received is None else known.received
-        whole("rows", input, known.exchange.device, None, length)
+        whole("rows", input, known.exchange.device, None, length, "input")
+        wanted = self.ep_config.dtype_back
+        if input.dtype.itemsize > wanted.itemsize:
+            raise TensorError(
+                f"`input` is {input.dtype}, and this layer combines rows of {wanted}, its tokens being "
+                f"{self.ep_config.token_dtype}: pass input.to({wanted}). A product with float32 weights is float32: "
+                "(rows * weights[:, None]).to(rows.dtype)"
+            )
         rows = input if known.positions is None else input[known.positions[:length]]
         return functional.combine(known.exchange, rows, known.handle)
 
@@ -182,27 +206,42 @@ class EPAll2AllLayer(torch.nn.Module):
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
+    def _known_of(self, desc: Any) -> Known:
+        """What a descriptor knows, which is one of this layer's."""
+        if not isinstance(desc, EPAllToAllLayoutDesc):
+            raise ArgumentError(
+                "`ep_a2a_layout_desc` is an EPAllToAllLayoutDesc, the third result of `dispatch`, not "
+                f"`{type(desc).__name__}`"
+            )
+        return desc.known
+
     def _judge(self, x: Tensor, experts: Tensor, weight: Tensor | None, scatter: Tensor | None) -> None:
         """What the Exchange does not know of: the layer's own numbers."""
         config, device = self.ep_config, self.a2a_ctx.exchange.device
+        self.a2a_ctx.refuse_released()
         if self.exact:
             self.a2a_ctx.exchange.refuse_capture("make the layer with exact=False")
-        whole("tokens", x, device, config.token_dtype, len(experts))
-        whole("experts", experts, device, torch.int32, None)
+        whole("experts", experts, device, torch.int32, None, "exp_indices")
+        whole("tokens", x, device, config.token_dtype, len(experts), "input")
         if x.shape[1:] != (config.hidden,):
-            raise TensorError(f"expected tokens of {config.hidden} numbers, got {tuple(x.shape)}")
+            raise TensorError(f"`input`: expected tokens of {config.hidden} numbers, got {tuple(x.shape)}")
         if experts.shape[1:] != (config.topk,):
-            raise TensorError(f"expected {config.topk} experts of each token, got {tuple(experts.shape)}")
+            found = tuple(experts.shape)
+            raise TensorError(f"`exp_indices`: expected {config.topk} experts of each token, got {found}")
         if len(experts) > config.max_tokens:
             raise DispatchError(f"{len(experts)} tokens, and the layer is for up to {config.max_tokens} of a rank")
         if weight is not None:
-            whole("weights", weight, device, config.weight_dtype, len(experts))
+            whole("weights", weight, device, config.weight_dtype, len(experts), "weight")
+            if weight.shape != experts.shape:
+                raise TensorError(
+                    f"`weight`: expected {tuple(experts.shape)}, as `exp_indices`, got {tuple(weight.shape)}"
+                )
         if scatter is not None:
-            whole("scatter indices", scatter, device, torch.int32, None)
+            whole("scatter indices", scatter, device, torch.int32, None, "full_scatter_indices")
             if scatter.shape[1:] != (config.topk,) or len(scatter) < len(experts):
                 raise TensorError(
-                    f"expected scatter indices of this rank's tokens, {tuple(experts.shape)}, or of all ranks' tokens, "
-                    f"got {tuple(scatter.shape)}"
+                    f"`full_scatter_indices`: expected scatter indices of this rank's tokens, {tuple(experts.shape)}, "
+                    f"or of all ranks' tokens, got {tuple(scatter.shape)}"
                 )
 
     def _tell(self, experts: Tensor) -> Tensor:
@@ -233,19 +272,29 @@ class EPAll2AllLayer(torch.nn.Module):
                 self.a2a_ctx.prepare()
         return read
 
-    def _scattered(self, given: Tensor, told: Tensor, there: Dispatched, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """Of this rank's choices the rows that they become, by `given`, and of each row of this rank its place."""
-        config, count, length = self.ep_config, self.ep_config.world_size, len(experts)
-        own = given
-        if len(given) != length:
-            begin = told[: config.rank, count].sum()
-            own = given[(begin + torch.arange(length, device=given.device)).clamp(max=len(given) - 1)]
+    def _own(self, numbers: Tensor, told: Tensor, length: int) -> Tensor:
+        """Scatter indices of this rank's tokens, of those of all ranks where these are given."""
+        if len(numbers) == length:
+            return numbers
+        config = self.ep_config
+        if self.check and not self.a2a_ctx.exchange.is_capturing:
+            total = int(told[:, config.world_size].sum())
+            if len(numbers) != total:
+                raise TensorError(
+                    f"`full_scatter_indices`: expected those of {length} or {total} tokens, got {len(numbers)}"
+                )
+        begin = told[: config.rank, config.world_size].sum()
+        return numbers[(begin + torch.arange(length, device=numbers.device)).clamp(max=len(numbers) - 1)]
+
+    def _scattered(self, own: Tensor, told: Tensor, there: Dispatched, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """Of this rank's choices the rows that they become, by `own`, and of each row of this rank its place."""
+        config, count = self.ep_config, self.ep_config.world_size
         before = told[:, :count].sum(0).cumsum(0) - told[:, :count].sum(0)  # rows of lesser ranks
         kept = (experts >= 0) & (experts < config.num_experts)
         rank = torch.where(kept, experts // config.num_experts_per_rank, 0)
         places = torch.where(kept, own - before[rank], NONE).int()
         everyone = all_gather(padded(own, config), group=self._group).view(count, -1)
-        origins, place = there.handle.origins, torch.arange(len(there.handle.origins), device=given.device)
+        origins, place = there.handle.origins, torch.arange(len(there.handle.origins), device=own.device)
         comes = place < there.offsets[-1]
         source, entry = (torch.where(comes, one, 0) for one in (origins >> 32 & RANK, origins & ENTRY))
         return places, torch.argsort(torch.where(comes, everyone[source, entry], 2**31 + place), stable=True)

@@ -16,6 +16,7 @@ from commdsl.program.arguments import is_cast_far, is_staged
 from commdsl.program.crossing import Crossing, Pushing, crossing_of, waiting_a_row
 from commdsl.program.phases import Each, PushAgain, PushBack, PushByKey
 from commdsl.program.plan import Plan
+from commdsl.runtime import given
 from commdsl.runtime.errors import DispatchError, TensorError
 from commdsl.runtime.pool import aligned, row_bytes
 
@@ -110,6 +111,7 @@ class Limits:
         """
         if len(tensors) != len(self.widths):
             raise TensorError(f"expected {len(self.widths)} tensors of rows, got {len(tensors)}")
+        given.argument("keys", keys)
         whole("keys", keys, keys.device, torch.int32, None)
         if keys.dim() != 2 or keys.shape[1] < 1:
             raise TensorError(f"keys are (rows, keys of a row), got {tuple(keys.shape)}")
@@ -136,7 +138,18 @@ class Limits:
         whole("rows", rows, keys.device, None, None)
         if len(rows) > self.received:
             raise TensorError(f"expected up to {self.received} rows, got {len(rows)}")
-        _fits(row_bytes(rows), self.width_back)
+        self._fits_back(rows)
+
+    def _fits_back(self, rows: torch.Tensor) -> None:
+        """As `_fits`, with the cast that would make rows narrow enough."""
+        nbytes, narrow = row_bytes(rows), torch.bfloat16
+        if nbytes > self.width_back >= nbytes // rows.element_size() * narrow.itemsize:
+            raise TensorError(
+                f"rows of {tuple(rows.shape[1:])} {rows.dtype} take {nbytes} bytes each, and there is room for "
+                f"{self.width_back}, as {narrow} takes: pass rows.to({narrow}). A product with float32 weights is "
+                f"float32: (rows * weights[:, None]).to(rows.dtype)"
+            )
+        _fits(nbytes, self.width_back)
 
     def admit_values(self, values: torch.Tensor, keys: torch.Tensor, rows: int = 0) -> None:
         """As `admit_back`, for a number of each received row, no fewer than `rows`."""
@@ -157,16 +170,23 @@ def tensors_of(plan: Plan) -> int:
     return len(plan.push_by_key.given)
 
 
-def whole(what: str, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None, rows: int | None) -> None:
-    """Raises TensorError (C951) unless the tensor is on the device, of the dtype, contiguous, and has so many rows."""
+def whole(
+    what: str, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None, rows: int | None, name: str = ""
+) -> None:
+    """Raises TensorError (C951) unless this is a tensor on the device, of the dtype, contiguous, with so many rows.
+    `name`: of the caller's argument.
+    """
+    given.argument(name or what, tensor)
+    prefix = f"`{name}`: " if name else ""
     if tensor.device.type != device.type:
-        raise TensorError(f"{what} are on {tensor.device}, expected {device}")
+        raise TensorError(f"{prefix}{what} are on {tensor.device}, expected {device}")
     if dtype is not None and tensor.dtype != dtype:
-        raise TensorError(f"{what} are {tensor.dtype}, expected {dtype}")
+        raise TensorError(f"{prefix}{what} are {tensor.dtype}, expected {dtype}: pass {name or 'tensor'}.to({dtype})")
     if tensor.dim() == 0 or (rows is not None and len(tensor) != rows):
-        raise TensorError(f"expected {rows} {what}, got a tensor of shape {tuple(tensor.shape)}")
+        wanted = "one row or more" if rows is None else f"{rows}"
+        raise TensorError(f"{prefix}expected {wanted} {what}, got a tensor of shape {tuple(tensor.shape)}")
     if not tensor.is_contiguous():
-        raise TensorError(f"{what} are not contiguous: pass tensor.contiguous()")
+        raise TensorError(f"{prefix}{what} are not contiguous: pass {name or 'tensor'}.contiguous()")
 
 
 def _fits(nbytes: int, width: int) -> None:

@@ -82,6 +82,7 @@ class Pending(Generic[Found]):
             raise DispatchError(f"this call of `{self._name}` is gone: its memory was released, or the group reset")
         if is_captured != self._half.is_captured:
             raise DispatchError(f"both halves of a call of `{self._name}` are captured in one graph, or neither")
+        self._launches.resume()
         self._call.run(RECEIVE)
         self._launches.close_halves()
         self._is_received = True
@@ -114,6 +115,7 @@ def finish_lost(launches: Launches, is_captured: bool) -> None:
         RuntimeWarning,
         stacklevel=5,
     )
+    launches.resume()
     half.call.run(RECEIVE)
     launches.close_halves()
 

@@ -14,6 +14,7 @@ from commdsl.ep.way_there import Known, addresses
 from commdsl.program.arguments import is_staged
 from commdsl.program.phases import Each, FinishBack
 from commdsl.program.plan import Plan
+from commdsl.runtime.errors import TensorError
 from commdsl.runtime.launches import Arguments
 from commdsl.runtime.pool import aligned, row_bytes
 from commdsl.runtime.workspace import Start
@@ -53,6 +54,8 @@ class WayBack:
 
     def _kind(self, dtype: torch.dtype) -> torch.dtype:
         """What the kernel for an element type adds up; one that adds nothing is the same for all."""
+        if not isinstance(dtype, torch.dtype) or dtype not in SUMMED:
+            raise TensorError(f"rows are summed in one of {', '.join(SUMMED.values())}, not in {dtype!r}")
         return torch.float32 if self.push.each is Each.WORD else dtype
 
     def start(self, dtype: torch.dtype) -> Start:

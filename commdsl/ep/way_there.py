@@ -19,6 +19,7 @@ from commdsl.ep.limits import Limits
 from commdsl.ep.pending import Run
 from commdsl.program.phases import FillByKey
 from commdsl.program.plan import Plan
+from commdsl.runtime import given
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.launches import Arguments, Launches
 from commdsl.runtime.pool import Pool, aligned, results_of, row_bytes
@@ -147,10 +148,12 @@ class WayThere:
 
     def coming(self, like: Tensors) -> dict[str, torch.Tensor]:
         """Where the rows of the next call come to lie, by number, and what arrives beside them, by name."""
+        for one in like:
+            given.argument("like", one)
         keys = torch.empty((0, self._known.limits.keys), dtype=torch.int32, device=like[0].device)
         names, like = [rows.name for rows in self.push.to[len(self.push.rows) :]], self._arriving(like)
         arriving = (*like, *(self._like(name, keys) for name in names))
-        found = self.pool.look(results_of(self._counts(arriving), arriving), arriving, goes=True)
+        found = self.pool.lend(results_of(self._counts(arriving), arriving), arriving, goes=True)
         return dict(zip((*map(str, range(len(like))), *names), found, strict=True))
 
     def _counts(self, arriving: Tensors) -> list[int]:

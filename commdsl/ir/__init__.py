@@ -1,6 +1,7 @@
 """What a file means: schedules, dispatches and plans of documents, with ranks and steps resolved.
 
 schedules     a schedule: buffers, contracts, steps of moves as arrays
+marks         keyed 64-bit marks of what is compared, drawn anew in each process
 lengths       by what its blocks have lengths of their own, and who knows which
 classes       what its buffers are made of: length of a block, element type
 landing       which buffers of a schedule peers may put to themselves

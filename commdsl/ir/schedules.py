@@ -155,9 +155,8 @@ class Step:
 class Yield:
     """The caller computes here, on every rank: `name` None: it is handed one whole buffer, and nothing changes.
 
-    Otherwise its function of that name reads and writes whole buffers. What it writes is its own: nobody here knows it.
-    `is_product`: ours, `matmul`; it reads a matrix, the factor, sums, added in order, and what its epilogue does, and
-    may write the matrix, too.
+    Otherwise its function of that name reads whole buffers, and writes values into them that nothing here knows.
+    `is_product`: our `matmul`: reads a matrix, the factor, addends in order, its epilogue; may write the matrix too.
     """
 
     reads: tuple[int, ...]  # buffers
@@ -306,6 +305,7 @@ class Schedule:
     roles: tuple[RoleSet, ...]  # every roles declaration in sight
     span: Span = field(repr=False)
     called: tuple[Called, ...] = ()
+    has_empty_loops: bool = False  # of its own text, for so many ranks
 
     def calls_of(self, span: Span) -> tuple[Span, ...]:
         """The calls of schedules that a place is in, the innermost first; none of a place in this one's own text."""
@@ -365,8 +365,8 @@ class Schedule:
     @property
     def stops(self) -> bool:
         """Whether it can be launched from yield to yield: tasks run within one launch."""
-        has_tasks = any(isinstance(step, Task) for step in self.steps)
-        return not has_tasks and (self.has_products or any(isinstance(step, Yield) for step in self.steps))
+        kinds = {type(step) for step in self.steps}
+        return Task not in kinds and (self.has_products or Yield in kinds)
 
     @property
     def products(self) -> tuple[tuple[int, int, int], ...]:

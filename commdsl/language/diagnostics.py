@@ -1,6 +1,7 @@
 """Turns what a check found into a diagnostic, and a diagnostic into text, one line or JSON.
 
-Assumes a code from `codes.py`. Does not decide what is wrong; checks do.
+Assumes a code from `codes.py`. Does not decide what is wrong; checks do. Control characters of a name or a source line
+are escaped in text for people; JSON has them as they are, escaped as JSON does.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TypedDict
 from commdsl.language.records import dataclass
 from commdsl.language.source import Source, Span
 from commdsl.machine.errors import Error
+from commdsl.machine.printable import printable
 
 
 class Severity(Enum):
@@ -87,11 +89,13 @@ def render_concise(diagnostic: Diagnostic) -> str:
     """`path:line:column: error[C203]: headline`."""
     span = diagnostic.primary.span
     line, column = span.position
-    return f"{span.source.name}:{line}:{column}: {diagnostic.severity.value}[{diagnostic.code}]: {diagnostic.headline}"
+    name, headline = (printable(text, lines=False) for text in (span.source.name, diagnostic.headline))
+    return f"{name}:{line}:{column}: {diagnostic.severity.value}[{diagnostic.code}]: {headline}"
 
 
 def _in_one_line(diagnostic: Diagnostic) -> str:
-    rest = "; ".join(text.replace("\n", " ") for text in (diagnostic.primary.text, diagnostic.help) if text)
+    texts = (printable(text.replace("\n", " ")) for text in (diagnostic.primary.text, diagnostic.help))
+    rest = "; ".join(filter(None, texts))
     return render_concise(diagnostic) + (f": {rest}" if rest else "")
 
 
@@ -137,13 +141,14 @@ def render_full(diagnostic: Diagnostic, color: bool = False) -> str:
     bar = f"{' ' * (width + 1)}|"
 
     name = f"{diagnostic.severity.value}[{diagnostic.code}]"
-    lines = [_paint(name, strong, color) + _paint(f": {diagnostic.headline}", _BOLD, color)]
+    lines = [_paint(name, strong, color) + _paint(f": {printable(diagnostic.headline, lines=False)}", _BOLD, color)]
     sources = list(dict.fromkeys(label.span.source.name for label, _ in places))
     for source in sources:
         here = [(label, primary) for label, primary in places if label.span.source.name == source]
         line, column = here[0][0].span.position
         arrow = "-->" if source == sources[0] else ":::"
-        lines.append(f"{_paint(' ' * width + arrow, _BLUE, color)} {source}:{line}:{column}")
+        name = printable(source, lines=False)
+        lines.append(f"{_paint(' ' * width + arrow, _BLUE, color)} {name}:{line}:{column}")
         lines.append(_paint(bar, _BLUE, color))
         lines.extend(_excerpt(here, width, strong, color))
     remarks = [("note", text) for text in diagnostic.notes] + [("help", text) for text in (diagnostic.help,) if text]
@@ -152,7 +157,7 @@ def render_full(diagnostic: Diagnostic, color: bool = False) -> str:
     for kind, text in remarks:
         head = f"{' ' * (width + 1)}{_paint('=', _BLUE, color)} {_paint(kind, _BOLD, color)}: "
         indent = "\n" + " " * (width + 1 + len(f"= {kind}: "))
-        lines.append(head + text.replace("\n", indent))
+        lines.append(head + printable(text).replace("\n", indent))
     return "\n".join(lines)
 
 
@@ -161,16 +166,16 @@ def _excerpt(places: Iterable[tuple[Label, bool]], width: int, strong: str, colo
     last = 0
     for label, primary in sorted(places, key=lambda place: (place[0].span.start, not place[1])):
         number, column = label.span.position
+        line = _line(label.span.source, number)
         if number != last:
             if last and number > last + 1:
                 yield _paint("...", _BLUE, color)
-            text = _line(label.span.source, number)
-            yield f"{_paint(f'{number:>{width}} |', _BLUE, color)} {text}".rstrip()
+            yield f"{_paint(f'{number:>{width}} |', _BLUE, color)} {printable(line)}".rstrip()
             last = number
-        length = min(label.span.end - label.span.start, len(_line(label.span.source, number)) - column + 1)
-        marks = ("^" if primary else "-") * max(1, length)
-        remark = _paint(f"{marks} {label.text}".rstrip(), strong if primary else _BLUE, color)
-        yield f"{_paint(' ' * (width + 1) + '|', _BLUE, color)} {' ' * (column - 1)}{remark}"
+        before, marked = line[: column - 1].ljust(column - 1), line[column - 1 :][: label.span.end - label.span.start]
+        marks = ("^" if primary else "-") * max(1, len(printable(marked)))
+        remark = _paint(f"{marks} {printable(label.text)}".rstrip(), strong if primary else _BLUE, color)
+        yield f"{_paint(' ' * (width + 1) + '|', _BLUE, color)} {' ' * len(printable(before))}{remark}"
 
 
 def _line(source: Source, number: int) -> str:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
+from commdsl.machine.printable import printable
+
 
 @dataclass(frozen=True)
 class Source:
@@ -61,4 +63,4 @@ class Span:
 
     def __str__(self) -> str:
         line, _ = self.position
-        return f"{self.source.name}:{line}"
+        return f"{printable(self.source.name, lines=False)}:{line}"

@@ -18,6 +18,7 @@ import os
 import pickle
 import re
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,17 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from commdsl.machine.errors import CacheError
-from commdsl.machine.private import FOLDER_MODE, own_file, own_folder, process_folder, refuse_others
+from commdsl.machine.private import (
+    FOLDER_MODE,
+    is_plain_name,
+    own_file,
+    own_folder,
+    process_folder,
+    refuse_others,
+    refuse_renamers,
+)
+from commdsl.machine.shortage import explain, explained
+from commdsl.machine.unfinished import ASIDE, ATTEMPTS, discard, is_locked, is_unfinished, unfinished
 
 Kind = TypeVar("Kind")
 Files: TypeAlias = Mapping[str, bytes]
@@ -37,14 +48,9 @@ Accept: TypeAlias = Callable[[Files], bool]
 MANIFEST = "manifest"
 HEAD = "commdsl cache 1"
 OBJECT = "object.pickle"
-BUILDING = ".making-"
-ASIDE = ".torn-"
 LOCK_PATIENCE = 60.0
 """Seconds to wait for another that makes the same; after that, it may be stopped for good. Both may make it."""
 LOCK_PAUSE = 0.01
-LEFT_OVER = 3600.0
-"""Seconds after which what a process began to write counts as left behind by one that was killed."""
-ATTEMPTS = 5
 
 
 class _UnusableError(Exception):
@@ -52,6 +58,7 @@ class _UnusableError(Exception):
 
     def __init__(self, reason: OSError, made: Files | None = None) -> None:
         super().__init__(reason.strerror or str(reason))
+        self.reason = reason
         self.made = made
 
 
@@ -79,14 +86,14 @@ def entry(place: Path | None, entry_key: str, make: Callable[[], Files]) -> Path
     except _UnusableError as error:
         _tell_once(place, str(error))
         made = error.made
-    own = process_folder()
     try:
+        with _ours(made):
+            own = process_folder()
         _obtain(own, entry_key, make if made is None else lambda: made or {}, _anything)
     except _UnusableError as error:
-        raise CacheError(
-            f"neither the cache {place} nor the temporary folder {own} can be written ({error}): "
-            "make room, or set COMMDSL_CACHE_DIR and TMPDIR"
-        ) from None
+        raise explain(
+            error.reason, f"keep a build in the cache {place} or a temporary folder", "COMMDSL_CACHE_DIR and TMPDIR"
+        ) from error.reason
     return _folder_of(own, entry_key)
 
 
@@ -149,7 +156,6 @@ def _obtain(place: Path, entry_key: str, make: Callable[[], Files], accept: Acce
                 return
         files = make()
         with _ours(files):
-            _sweep(final.parent)
             _write(place, final, files, accept)
 
 
@@ -163,7 +169,11 @@ def _ours(made: Files | None = None) -> Iterator[None]:
 
 
 def _is_whole(place: Path, final: Path, accept: Accept) -> bool:
-    """Whether the entry is there as it was written. Raises CacheError where another may have written it."""
+    """Return whether the entry is there as it was written, and stays so until others open its files by name.
+
+    Raises CacheError where another user may have written it, or may rename a folder above it.
+    """
+    refuse_renamers(place)
     for folder in (place, final.parent, final):
         try:
             refuse_others(folder, os.lstat(folder))
@@ -190,6 +200,8 @@ def _read(final: Path) -> Files | None:
     files: dict[str, bytes] = {}
     for line in listed[2:]:
         expected, size, name = line.split(" ", 2)
+        if not is_plain_name(name):
+            return None
         data = files[name] = own_file(final / name)
         if len(data) != int(size) or _sha256(data) != expected:
             return None
@@ -197,16 +209,16 @@ def _read(final: Path) -> Files | None:
 
 
 def _write(place: Path, final: Path, files: Files, accept: Accept) -> None:
-    fresh = Path(tempfile.mkdtemp(prefix=BUILDING, dir=final.parent))
-    try:
+    if not all(map(is_plain_name, files)):
+        raise ValueError(f"an entry has plain files, not {', '.join(map(repr, files))}")
+    with unfinished(place, MANIFEST, FOLDER_MODE) as (fresh, manifest):
         for name, data in files.items():
             _write_file(fresh / name, data)
         listed = [HEAD, final.name, *(f"{_sha256(data)} {len(data)} {name}" for name, data in files.items())]
         text = "\n".join(listed)
-        _write_file(fresh / MANIFEST, f"{text}\n{_sha256(text.encode())}".encode())
+        with open(manifest, "wb", closefd=False) as file:
+            file.write(f"{text}\n{_sha256(text.encode())}".encode())
         _place(place, fresh, final, accept)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def _write_file(path: Path, data: bytes) -> None:
@@ -228,26 +240,17 @@ def _place(place: Path, fresh: Path, final: Path, accept: Accept) -> None:
         if _is_whole(place, final, accept):
             return  # another process that did not wait was quicker
         with contextlib.suppress(FileNotFoundError):
-            _take_away(final)
+            _take_away(place, final)
     raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(final))
 
 
-def _take_away(final: Path) -> None:
+def _take_away(place: Path, final: Path) -> None:
     """By a rename: whoever has loaded a file of it keeps that file."""
-    aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir=final.parent))
+    aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir=place))
     try:
         os.rename(final, aside / "entry")
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _sweep(parent: Path) -> None:
-    """Removes what processes that were killed left unfinished."""
-    for path in parent.iterdir():
-        if path.name.startswith((BUILDING, ASIDE)):
-            with contextlib.suppress(OSError):
-                if time.time() - path.lstat().st_mtime > LEFT_OVER:
-                    shutil.rmtree(path)
 
 
 def _sha256(data: bytes) -> str:
@@ -265,7 +268,7 @@ def _lock(path: Path) -> Iterator[None]:
     try:
         while handle < 0 and time.monotonic() < deadline:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            if not _is_locked(path, handle):
+            if not is_locked(path, handle):
                 os.close(handle)
                 handle = -1
                 time.sleep(LOCK_PAUSE)
@@ -277,19 +280,6 @@ def _lock(path: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_UN)  # said, as a child that was forked meanwhile has the file open, too
             os.close(handle)
-
-
-def _is_locked(path: Path, handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # no locks here
-    try:
-        return os.fstat(handle).st_ino == os.stat(path).st_ino  # its last holder may have removed it
-    except FileNotFoundError:
-        return False
 
 
 # --- what is said of it -----------------------------------------------------------------------------------------------
@@ -331,38 +321,68 @@ def trouble(place: Path | None) -> str:
 
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _ENTRY = re.compile(r"[0-9a-f]{64}")
+_LOCK = re.compile(r"\.[0-9a-f]{64}\.lock")
 
 
+@explained("look into the cache", "COMMDSL_CACHE_DIR")
 def entries(place: Path) -> tuple[Path, ...]:
     """The folders of all entries, whole or not. What else lies in the folder is not the cache's."""
     shards = [path for path in _listed(place) if _SHARD.fullmatch(path.name)]
     return tuple(path for shard in shards for path in _listed(shard) if _ENTRY.fullmatch(path.name))
 
 
+@explained("look into the cache", "COMMDSL_CACHE_DIR")
 def num_bytes(place: Path) -> int:
     """What the files of all entries hold."""
-    return sum(file.lstat().st_size for one in entries(place) for file in _listed(one))
+    total = 0
+    for path in (file for one in entries(place) for file in _listed(one)):
+        with contextlib.suppress(FileNotFoundError):  # another process replaces it
+            total += path.lstat().st_size
+    return total
 
 
+@explained("clear the cache", "COMMDSL_CACHE_DIR")
 def clear(place: Path) -> None:
-    """Removes all entries and what was left unfinished, and nothing else: the folder may have been named by mistake.
+    """Remove all entries, locks and unfinished folders; the folder may have been named by mistake, so nothing else.
 
-    Raises CacheError where another user has a say, OSError.
+    A symbolic link that has the name of one of these is removed itself; where it leads, nothing is touched. A folder
+    that a living process fills stays, and so do entries that appear meanwhile. What another user owns, or what cannot
+    be removed, stays too: when all else is gone, CacheError names it. CacheError as well, with nothing removed, where
+    others may write the cache or it is itself a link.
     """
-    if not place.is_dir():
+    if not os.path.lexists(place):
         return
+    refuse_renamers(place)
     refuse_others(place, os.lstat(place))
-    for shard in _listed(place):
-        if not _SHARD.fullmatch(shard.name):
-            continue
-        for path in _listed(shard):
-            if _ENTRY.fullmatch(path.name) or path.name.startswith((BUILDING, ASIDE)):
-                shutil.rmtree(path)
-            elif path.name.endswith(".lock"):
-                path.unlink()
-        with contextlib.suppress(OSError):  # what is not the cache's stays
-            shard.rmdir()
+    stayed: list[str] = []
+    for path in _listed(place):
+        if _SHARD.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            for inner in _listed(path):
+                if _ENTRY.fullmatch(inner.name) or _LOCK.fullmatch(inner.name) or is_unfinished(inner):
+                    _clear_one(inner, stayed)
+            with contextlib.suppress(OSError):  # what is not the cache's stays
+                path.rmdir()
+        elif is_unfinished(path) or (_SHARD.fullmatch(path.name) and path.is_symlink()):
+            _clear_one(path, stayed)
+    if stayed:
+        raise CacheError(f"not all of the cache {place} could be removed: {'; '.join(stayed)}")
+
+
+def _clear_one(path: Path, stayed: list[str]) -> None:
+    try:
+        found = os.lstat(path)
+        if found.st_uid != os.geteuid() and not stat.S_ISLNK(found.st_mode):
+            stayed.append(f"{path} belongs to user {found.st_uid}, who can remove it")
+        else:
+            discard(path)
+    except FileNotFoundError:
+        pass  # another process was quicker
+    except OSError as error:
+        stayed.append(f"{path}: {error.strerror}")
 
 
 def _listed(folder: Path) -> tuple[Path, ...]:
-    return tuple(sorted(folder.iterdir())) if folder.is_dir() and not folder.is_symlink() else ()
+    try:
+        return tuple(sorted(folder.iterdir())) if not folder.is_symlink() else ()
+    except (FileNotFoundError, NotADirectoryError):
+        return ()

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from commdsl.machine.printable import printable
+
 
 class Error(Exception):
     """What commdsl raises where a text, a call, a setting, a machine or another rank is at fault."""
 
 
 class CodedError(Error):
-    """An Error of one line, `error[C951]: ...`, that `commdsl explain` has a page for; picklable: ranks pass it on."""
+    """An Error of one line, `error[C951]: ...`, that `commdsl explain` has a page for; picklable: ranks pass it on.
+
+    Control characters, which file names may have, are escaped: a traceback goes to a terminal.
+    """
 
     code: ClassVar[str]
 
     def __init__(self, message: str) -> None:
-        super().__init__(f"error[{self.code}]: {message}")
+        super().__init__(f"error[{self.code}]: {printable(message)}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By what it says: called with that again, `__init__` would put the code before it a second time.
@@ -51,6 +56,16 @@ class MissingToolError(CodedError, RuntimeError):
     code = "C972"
 
 
+class MissingPackageError(CodedError, ModuleNotFoundError):
+    """A Python package that a name of commdsl needs is not installed; the message has the command that installs it."""
+
+    code = "C968"
+
+    def __init__(self, message: str, name: str | None = None) -> None:
+        super().__init__(message)
+        self.name = name
+
+
 class ArgumentError(CodedError, ValueError, TypeError):
     """An argument that is not what a function takes: no number, no mapping, no name that there is."""
 
@@ -61,3 +76,9 @@ class NotFoundError(CodedError, FileNotFoundError):
     """Neither a file nor something shipped of that name; the message has the nearest names."""
 
     code = "C974"
+
+
+class ResourceError(CodedError, RuntimeError):
+    """A limit on open files, memory or processes is reached, or a call of the system failed; the message says which."""
+
+    code = "C975"

@@ -16,6 +16,12 @@ Importing this imports nothing else; each name below loads what it needs when it
     calls      a call of an operator -> the shortest way to it
     inductor   graphs that Inductor compiles -> the same with these operators
     layers     linear layers whose weights lie on all ranks, between rows that do
+    splits     the declaration that a parameter is a rank's block, and its DTensors
+    sharded    modules that declare blocks: their state dicts have whole tensors
+    optimizers states of an optimizer -> the same of whole tensors
+    replicas   parameters that all ranks have whole -> where ranks differ
+    replicated gradients that are each rank's share -> their sums
+    clipping   gradients -> the same with a bounded norm over all blocks
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ from commdsl.machine.lazy import lazy
 
 if TYPE_CHECKING:
     from commdsl.overlap.auto import choice as choice
+    from commdsl.overlap.clipping import clip_grad_norm_ as clip_grad_norm_
     from commdsl.overlap.functional import all_gather_matmul as all_gather_matmul
     from commdsl.overlap.functional import all_to_all_matmul as all_to_all_matmul
     from commdsl.overlap.functional import matmul_all_reduce as matmul_all_reduce
@@ -35,22 +42,29 @@ if TYPE_CHECKING:
     from commdsl.overlap.inductor import MicroPipelineTP as MicroPipelineTP
     from commdsl.overlap.layers import ColumnParallelLinear as ColumnParallelLinear
     from commdsl.overlap.layers import RowParallelLinear as RowParallelLinear
+    from commdsl.overlap.optimizers import shard_states as shard_states
     from commdsl.overlap.profile import profiled as profiled
+    from commdsl.overlap.replicated import sync_replicated as sync_replicated
     from commdsl.overlap.rms_norm import all_reduce_rms_norm as all_reduce_rms_norm
+    from commdsl.overlap.sharded import ShardedModule as ShardedModule
 
 __all__ = [
     "ColumnParallelLinear",
     "MicroPipelineTP",
     "RowParallelLinear",
+    "ShardedModule",
     "all_gather_matmul",
     "all_reduce_rms_norm",
     "all_to_all_matmul",
     "choice",
+    "clip_grad_norm_",
     "matmul_all_reduce",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
     "profiled",
     "replicated_matmul",
+    "shard_states",
+    "sync_replicated",
 ]
 
 __getattr__, __dir__ = lazy(
@@ -59,6 +73,10 @@ __getattr__, __dir__ = lazy(
         "ColumnParallelLinear": "commdsl.overlap.layers",
         "MicroPipelineTP": "commdsl.overlap.inductor",
         "RowParallelLinear": "commdsl.overlap.layers",
+        "ShardedModule": "commdsl.overlap.sharded",
+        "clip_grad_norm_": "commdsl.overlap.clipping",
+        "shard_states": "commdsl.overlap.optimizers",
+        "sync_replicated": "commdsl.overlap.replicated",
         "all_gather_matmul": "commdsl.overlap.functional",
         "all_reduce_rms_norm": "commdsl.overlap.rms_norm",
         "all_to_all_matmul": "commdsl.overlap.functional",

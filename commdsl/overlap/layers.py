@@ -19,15 +19,24 @@ from commdsl.overlap.functional import (
     matmul_reduce_scatter,
     replicated_matmul,
 )
-from commdsl.runtime import collectives, groups, menu
+from commdsl.overlap.sharded import ShardedModule
+from commdsl.overlap.splits import Split, split_of
+from commdsl.runtime import collectives, given, groups, menu
 
 
-class ColumnParallelLinear(torch.nn.Linear):
+class ColumnParallelLinear(ShardedModule, torch.nn.Linear):
     """From this rank's rows to all rows of this rank's out_features / P: (n, ..., in) -> (P * n, ..., out / P). Without
     `sequence_parallel` every rank has all rows to begin with: (n, ..., in) -> (n, ..., out / P).
 
-    `weight` (out / P, in) and `bias` (out / P,) are this rank's block of those of a torch.nn.Linear, drawn as large as
-    those. Raises ArgumentError where P does not divide out_features, and for `keep_rows` where none are gathered.
+    `weight` (out / P, in) and `bias` (out / P,) are this rank's block of those of a torch.nn.Linear, and drawn as its
+    block of those. `state_dict()` has the whole of both, as DTensors with placement Shard(0). With `parts=2` the whole
+    weight is two of (out / 2, in), one behind the other, as a gate and the projection that it gates, and a rank's block
+    has its block of the first before that of the second: each half of this rank's result is of one of them. A state
+    dict then has (2, out / 2, in) with placement Shard(1), and (2, out / 2) of the bias.
+
+    Gradients of parameters that all ranks have whole (norms, embeddings) are to be summed over the ranks where
+    `sequence_parallel` is true: `sync_replicated(model)` does it. Raises ArgumentError where P * parts does not divide
+    out_features, and for `keep_rows` where none are gathered.
     """
 
     def __init__(
@@ -38,40 +47,49 @@ class ColumnParallelLinear(torch.nn.Linear):
         *,
         sequence_parallel: bool = True,
         keep_rows: bool = False,
+        parts: int = 1,
         group: Any = None,
         **made: Any,
     ) -> None:
-        """`keep_rows`: as `all_gather_matmul` takes it; `made`: device and dtype, as torch.nn.Linear takes them."""
+        """`keep_rows`: as `all_gather_matmul` takes it; `parts`: number of equal parts of out_features, default: 1;
+        `made`: device and dtype, as torch.nn.Linear takes them.
+        """
         self.group_name, self.sequence_parallel = groups.name_of(group), sequence_parallel
         self.keep_rows = keep_rows
         if keep_rows and not sequence_parallel:
             raise ArgumentError("`keep_rows` keeps rows that are gathered: without `sequence_parallel` none are")
-        super().__init__(in_features, _share("out_features", out_features, self.group_name), bias, **made)
+        self.parts = given.whole("parts", parts, 1)
+        self._declare(dict.fromkeys(("weight", "bias"), Split(self.group_name, 0, parts)))
+        super().__init__(in_features, _share("out_features", out_features, self.group_name, parts), bias, **made)
 
     def reset_parameters(self) -> None:
-        _draw_block(self.weight, self.in_features, self.group_name)
-        if self.bias is not None:
-            _draw_block(self.bias, self.in_features, self.group_name)
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                _draw_block(parameter, self.in_features)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {_said(self)}, keep_rows={self.keep_rows}"
+        parts = f", parts={self.parts}" if self.parts > 1 else ""
+        return f"{super().extra_repr()}, {_said(self)}, keep_rows={self.keep_rows}{parts}"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        given: dict[str, Any] = {"bias": self.bias, "group": self.group_name}
+        more: dict[str, Any] = {"bias": self.bias, "group": self.group_name}
         if self.sequence_parallel:
-            return all_gather_matmul(x, self.weight, keep_rows=self.keep_rows, **given)
-        return replicated_matmul(x, self.weight, **given)
+            return all_gather_matmul(x, self.weight, keep_rows=self.keep_rows, **more)
+        return replicated_matmul(x, self.weight, **more)
 
 
-class RowParallelLinear(torch.nn.Linear):
+class RowParallelLinear(ShardedModule, torch.nn.Linear):
     """From all rows of this rank's in_features / P to its rows of the sum: (P * n, ..., in / P) -> (n, ..., out).
     Without `sequence_parallel` every rank has the whole sum: (n, ..., in / P) -> (n, ..., out).
 
-    `weight` (out, in / P) is this rank's block of columns of a torch.nn.Linear's, drawn as large as those. `bias`
-    (out / P,) is this rank's block of the bias, and gathered in each call: a gradient of all rows comes back to it, and
-    no two ranks have the same number to keep alike. Without `sequence_parallel` `bias` (out,) is the whole, whose
-    gradient all ranks have alike. Either begins as zero. Raises ArgumentError where P does not divide in_features, and
-    with a bias out_features.
+    `weight` (out, in / P) is this rank's block of columns of a torch.nn.Linear's, and drawn as its block of those.
+    `bias` (out / P,) is this rank's block of the bias, and gathered in each call: a gradient of all rows comes back to
+    it, and no two ranks have the same number to keep alike. Without `sequence_parallel` `bias` (out,) is the whole,
+    whose gradient all ranks have alike. Either begins as zero. `state_dict()` has DTensors: of the weight with
+    placement Shard(1), of the bias with Shard(0); a whole bias is a plain tensor, as those of norms are.
+
+    Gradients of parameters that all ranks have whole are summed as for `ColumnParallelLinear`. Raises ArgumentError
+    where P does not divide in_features, and with a bias out_features.
     """
 
     def __init__(
@@ -86,13 +104,15 @@ class RowParallelLinear(torch.nn.Linear):
     ) -> None:
         """`made`: device and dtype, as torch.nn.Linear takes them."""
         self.group_name, self.sequence_parallel = groups.name_of(group), sequence_parallel
+        self._declare({"weight": Split(self.group_name, 1)})
         super().__init__(_share("in_features", in_features, self.group_name), out_features, bias, **made)
         if bias and sequence_parallel:
             block = _share("out_features", out_features, self.group_name)
+            self._declare({"bias": Split(self.group_name, 0)})
             self.bias = torch.nn.Parameter(torch.zeros(block, **made))
 
     def reset_parameters(self) -> None:
-        _draw_block(self.weight, self.in_features * menu.size(self.group_name), self.group_name)
+        _draw_block(self.weight, self.in_features * menu.size(self.group_name))
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
@@ -109,14 +129,16 @@ class RowParallelLinear(torch.nn.Linear):
         return matmul_reduce_scatter(x, self.weight, bias=bias, residual=residual, group=self.group_name)
 
 
-def _draw_block(one: torch.Tensor, features: int, group_name: str) -> None:
-    """As torch.nn.Linear draws for sums of so many features, the blocks of all ranks one after the other, of which this
-    rank's is kept: ranks that are seeded alike, as they are unless told otherwise, have different blocks, and draw the
-    same afterwards.
+def _draw_block(parameter: torch.Tensor, features: int) -> None:
+    """Draw this rank's block of the tensor that torch.nn.Linear draws for sums of so many features.
+
+    The whole is drawn, for a moment, so that ranks seeded alike have blocks of one layer and draw the same afterwards.
     """
-    own, bound = groups.own_rank(group_name), 1 / math.sqrt(max(features, 1))
-    for rank in range(menu.size(group_name)):
-        torch.nn.init.uniform_(one if rank == own else torch.empty_like(one), -bound, bound)
+    split, bound = split_of(parameter), 1 / math.sqrt(max(features, 1))
+    assert split is not None
+    with torch.no_grad():
+        whole = parameter.new_empty(split.flat_shape(parameter.shape)).uniform_(-bound, bound)
+        parameter.copy_(split.cut(whole, parameter.shape))
 
 
 def _said(layer: ColumnParallelLinear | RowParallelLinear) -> str:
@@ -124,8 +146,9 @@ def _said(layer: ColumnParallelLinear | RowParallelLinear) -> str:
     return f"ranks={ranks}, sequence_parallel={layer.sequence_parallel}"
 
 
-def _share(name: str, features: int, group_name: str) -> int:
+def _share(name: str, features: int, group_name: str, parts: int = 1) -> int:
     ranks = menu.size(group_name)
-    if features % ranks:
-        raise ArgumentError(f"{ranks} ranks share `{name}` equally: {features} is no multiple of {ranks}")
+    if features % (ranks * parts):
+        each = f" each of {parts} parts of" if parts > 1 else ""
+        raise ArgumentError(f"{ranks} ranks share{each} `{name}` equally: {features} is no multiple of {ranks * parts}")
     return features // ranks

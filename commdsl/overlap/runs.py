@@ -151,8 +151,8 @@ class Run:
     def _one_after_the_other(self, rows: Tensor, factor: Tensor, group_name: str, epilogue: Epilogue) -> list[Tensor]:
         if self._shape_of_rows is None:
             return [WAYS[self._product](rows, factor, group_name, epilogue)]
-        bring = collectives.all_gather if self._product == GATHER else collectives.all_to_all
-        there = bring(rows, group=group_name)
+        bring: dict[bool, Callable[..., Any]] = {True: collectives.all_gather, False: collectives.all_to_all}
+        there = bring[self._product == GATHER](rows, group=group_name)
         return [multiply_there(there, factor, epilogue), there]
 
 

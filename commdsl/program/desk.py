@@ -9,6 +9,7 @@ the rank's host, which the host writes while kernels run: they look at it where 
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 LINE = 64
@@ -44,6 +45,19 @@ class Stop:
 def stop_of(word: int) -> Stop:
     """Who gave up, from the word on a desk."""
     return Stop((word & 0xFFFF) - 1, word >> 16 & 0xFFFF, word >> 32 & 0xFF, word >> 40)
+
+
+_UNCOUNTED = 1 << 33  # types.cuh
+
+
+def calls_on(address: int) -> tuple[int, int]:
+    """From a rank's own desk at this address: how many calls it has begun, never more, and the digest of the last one;
+    0: there is none.
+    """
+    words = (ctypes.c_uint64 * 2).from_address(address)
+    number = words[0]  # first: a call that ends meanwhile is counted there, and not marked any more
+    call = words[1]
+    return number + bool(call & _UNCOUNTED), call & 0xFFFFFFFF
 
 
 def differing(desk: bytes, rank: int, num_ranks: int) -> tuple[int, int, int] | None:

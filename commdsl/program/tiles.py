@@ -64,8 +64,9 @@ class Tables:
     as beside them. Routes have one number of rows each.
     """
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self._rank, self._num_ranks = rank, num_ranks
+    def __init__(self, rank: int, num_ranks: int, about: int = 0) -> None:
+        """`about`: a digest of what ranks agree on besides the routes; it becomes part of that of each table."""
+        self._rank, self._num_ranks, self._about = rank, num_ranks, about
         self._parts: dict[tuple[Routes, int, bool, Tiling], Part] = {}
 
     def tables(self, calls: Sequence[Sequence[Shipment]], tiling: Tiling) -> list[RowTable]:
@@ -89,7 +90,7 @@ class Tables:
     def _table(
         self, parts: Sequence[Part], tiling: Tiling, sends: Words, finishes: Words, route: Longs, how: tuple[int, ...]
     ) -> RowTable:
-        said = tiling.packed, tiling.tile_bytes, [part.digest for part in parts]
+        said = tiling.packed, tiling.tile_bytes, [part.digest for part in parts], self._about
         digest, waiting = zlib.crc32(repr(said).encode()), tuple([part.waiting_rows for part in parts])
         more = digest, _threads(max(part.longest for part in parts)), *how, int(any(waiting))
         expected, most = (reduce(add, of) for of in ([p.expected for p in parts], [p.most_words for p in parts]))

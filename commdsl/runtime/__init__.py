@@ -7,11 +7,11 @@ Assumes torch; on GPUs also cupy, and nvshmem4py where a group reaches several m
     program       a file -> Plan, text and the shape of the op, from the cache
     bootstrap     how ranks exchange small values
     descriptors   memory of a rank -> the other processes of its machine
-    watch         whose process has ended, and Ctrl-C -> who waits learns of it
+    watch         whose process has ended, what ranks report, and Ctrl-C -> who waits learns of it
     heap, device_heap   symmetric memory, of processors and of GPUs
     far           NVSHMEM: started once, one allocation, stretches of it
     error_page    where kernels say who is missing
-    said          calls -> digests that ranks compare, and words that they say when they raise
+    said          calls -> digests that ranks compare, and what they report when they raise
     desk, failures   what kernels of a group share, by which all give up when one does; a report -> an exception
     driver        what calls ask of CUDA's driver, as lists
     kernel, phases, engine   something built -> something that runs one call, by SMs or by the copy engine
@@ -19,6 +19,7 @@ Assumes torch; on GPUs also cupy, and nvshmem4py where a group reaches several m
     workspace     where the calls of one Program run
     pool, lent, landing   symmetric memory -> results, which give it back or hold it; what visits, in turn
     meeting, breaking   where ranks meet outside of kernels, unless one is gone or gives up; what that does to a group
+    joining       a rank's end of a group -> one that knows its peers, and agrees with them on what is set up
     setups        what ranks are about to set up -> their agreement, or both sides
     compared      calls, before they are made -> the ranks' agreement, for debugging
     memory_summary   what there is of symmetric memory, by group and op
@@ -45,6 +46,7 @@ Assumes torch; on GPUs also cupy, and nvshmem4py where a group reaches several m
     stamps        calls of a Plan that writes time stamps -> what they say
     eager         whether a call may pass torch's dispatcher by
     autograd      a contract -> its backward
+    compiled      a Definition -> Programs by the number of ranks, and symmetric memory on groups
     operators     what runs, and what shapes it gives -> an operator of torch
     op            a Program -> a torch op
     registry      the op of each name, which torch is told of

@@ -97,9 +97,16 @@ def _back(op: Op, gradients: tuple[torch.Tensor, ...], group_name: str, asked: A
     if way.averages and asked.op == "avg":
         result = result / known.plan.num_ranks
     if way.only_root is not None and groups.rank_of(group_name) not in (None, way.only_root):
-        # The other ranks' inputs were not read; the schedule leaves partial results there.
-        result = torch.zeros_like(result)
+        result = zeroed(result)
     return result
+
+
+def zeroed(partial: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of an input that was not read: zeros in place of the partial result that a reduction to a
+    root leaves on the other ranks. For autograd they depend on `partial`, so that all ranks record the same calls, and
+    none waits in a second backward pass for a rank that records none.
+    """
+    return torch.where(torch.zeros((), dtype=torch.bool, device=partial.device), partial, 0)
 
 
 def _call(op: Op, way: Backward, gradient: torch.Tensor, group_name: str, asked: Asked) -> torch.Tensor:

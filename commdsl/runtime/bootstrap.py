@@ -11,13 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
 from commdsl.machine.config import Config
 from commdsl.runtime.errors import GroupError, OpError, PeerError, RendezvousError
 
 POLL_SECONDS = 0.0005
+
+ALARMS = "alarms"
+"""The number of reports that ranks of any group have made, among the values of all processes."""
 
 STORE_SECONDS = 1.0
 """So long after a store has failed it may take until it is noticed that a process has ended."""
@@ -47,6 +50,22 @@ class Bootstrap(Protocol):
         ...
 
 
+class SharedBootstrap(Bootstrap, Protocol):
+    """One rank's end of all processes, in which any thread may ask."""
+
+    def count(self, key: str) -> None:
+        """Add 1 to a number, which `get` returns in decimal digits once it is not 0."""
+        ...
+
+    def apart(self) -> SharedBootstrap:
+        """Return another end at the same values, whose requests do not wait for those of this one."""
+        ...
+
+
+Judge: TypeAlias = Callable[[int, bytes], None]
+"""Raises where the value of a rank makes it useless to wait for the others."""
+
+
 def exchange(
     bootstrap: Bootstrap,
     key: str,
@@ -54,11 +73,12 @@ def exchange(
     timeout: float,
     what: str,
     ended: Ended = lambda absent: {},
+    judge: Judge = lambda rank, value: None,
 ) -> tuple[bytes, ...]:
     """Every rank's value, in rank order; RendezvousError naming the ranks that had not come when time was up.
 
     `what`: for what they come, in words. `ended`: of ranks that are waited for those from which no more will come than
-    is there, and why: PeerError.
+    is there, and why: PeerError. `judge` is called with each value as soon as it is there.
     """
     found: dict[int, bytes] = {}
     absent: Sequence[int] = range(bootstrap.size)
@@ -71,6 +91,7 @@ def exchange(
                 got = bootstrap.get(f"{key}/{rank}")
                 if got is not None:
                     found[rank] = got
+                    judge(rank, got)
             if len(found) == bootstrap.size:
                 return tuple(found[rank] for rank in range(bootstrap.size))
             absent = [rank for rank in range(bootstrap.size) if rank not in found]
@@ -125,6 +146,12 @@ class StoreBootstrap:
     def drop(self, key: str) -> None:
         self.store.delete_key(f"{self.prefix}/{key}")
 
+    def count(self, key: str) -> None:
+        self.store.add(f"{self.prefix}/{key}", 1)
+
+    def apart(self) -> StoreBootstrap:
+        return replace(self, store=self.store.clone())
+
 
 @dataclass(frozen=True, slots=True)
 class Life:
@@ -159,11 +186,44 @@ class Life:
 
 
 def life(bootstrap: Bootstrap, kind: str) -> Life:
-    """The present life of a rank's communicators of one kind."""
-    return Life(bootstrap, kind, int(bootstrap.get(f"{kind}/lives/{bootstrap.rank}") or 0))
+    """Return the present life of a rank's communicators of one kind. A rank whose peers gave up a set-up that it never
+    came to joins them in the life after it.
+    """
+    lives = (bootstrap.get(f"{kind}/lives/{rank}") for rank in range(bootstrap.size))
+    return Life(bootstrap, kind, max(int(number or 0) for number in lives))
 
 
 @dataclass(frozen=True, slots=True)
+class Reports:
+    """Values of one life of a group that lie where the whole world reads them, so that a process which watches for
+    many groups asks one store. `world`: the end of all processes; `rank` and `size` are those of the group.
+    """
+
+    world: SharedBootstrap
+    rank: int
+    size: int
+    prefix: str
+
+    def put(self, key: str, value: bytes) -> None:
+        self.world.put(f"{self.prefix}/{key}", value)
+
+    def get(self, key: str) -> bytes | None:
+        return self.world.get(f"{self.prefix}/{key}")
+
+    def drop(self, key: str) -> None:
+        self.world.drop(f"{self.prefix}/{key}")
+
+    def alarm(self) -> None:
+        """Have the watch threads of all processes look at what ranks of their groups have reported."""
+        self.world.count(ALARMS)
+
+
+def alarms(world: SharedBootstrap) -> int:
+    """Return how many alarms were raised so far."""
+    return int(world.get(ALARMS) or 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Board:
     """What the threads of one process tell each other, and the memory they share."""
 
@@ -192,13 +252,34 @@ class ThreadBootstrap:
         with self.board.lock:
             self.board.values.pop(key, None)
 
+    def count(self, key: str) -> None:
+        with self.board.lock:
+            self.board.values[key] = str(int(self.board.values.get(key, b"0")) + 1).encode()
+
+    def apart(self) -> ThreadBootstrap:
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class World:
     """All processes that a group's ranks are some of."""
 
-    bootstrap: Bootstrap
+    bootstrap: SharedBootstrap
     ranks: tuple[int, ...]  # by rank of the group its rank here
+    name: str = ""  # of the group, the same on all its ranks
+
+    def reports(self, present: Life) -> Reports:
+        """Return where the ranks of a group report in this life of it."""
+        prefix = f"{self.name}/{present.kind}/{present.number}"
+        return Reports(self.bootstrap, present.rank, present.size, prefix)
+
+    def announce(self, process: str) -> None:
+        """Say which process this rank is, before it sets up any group."""
+        self.bootstrap.put(f"process/{self.bootstrap.rank}", process.encode())
+
+    def process(self, rank: int) -> str:
+        """Return what rank `rank` of the world has announced, nothing where it has not yet."""
+        return (self.bootstrap.get(f"process/{rank}") or b"").decode()
 
     def nodes(self, config: Config) -> tuple[int, ...]:
         """By rank of the group the node that it is on: what plain loads and stores reach. All are on one, unless the

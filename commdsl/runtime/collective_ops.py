@@ -18,6 +18,7 @@ import torch
 
 from commdsl.planner.tuning.selection import Candidate
 from commdsl.runtime import groups, menu
+from commdsl.runtime.autograd import zeroed
 from commdsl.runtime.eager import skips_dispatcher
 from commdsl.runtime.errors import GradientError
 from commdsl.runtime.operators import define
@@ -248,8 +249,7 @@ def _back_broadcast(gradient: Tensor, group_name: str, root: int = 0, timeout: f
     back = menu.loaded(Candidate("reduce_tree", (("root", root),)), ranks)
     summed = back(gradient, group=group_name, timeout=timeout)
     assert isinstance(summed, Tensor)
-    # The other ranks' inputs were not read; the schedule leaves partial results there.
-    return summed if groups.rank_of(group_name) == root else torch.zeros_like(summed)
+    return summed if groups.rank_of(group_name) == root else zeroed(summed)
 
 
 def _refuse_gradient(x: Tensor, group_name: str, op: str = "sum", timeout: float | None = None) -> None:

@@ -7,7 +7,7 @@ all choose alike. Does not measure (`measure` does) and does not run kernels; th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 
@@ -17,7 +17,6 @@ from commdsl.planner.tuning.selection import COLLECTIVES, Choice
 from commdsl.runtime import collective_ops, given, groups, menu
 from commdsl.runtime.eager import refuse_transforms
 from commdsl.runtime.given import Patience, Reduction
-from commdsl.runtime.work import CopyBack
 
 
 def all_reduce(
@@ -27,6 +26,7 @@ def all_reduce(
     async_op: bool = False,
     timeout: Patience = None,
     wire: str | None = None,
+    **others: Never,
 ) -> Any:
     """Every rank's x combined by sum, avg, max, min or prod: a new tensor of x's shape, the same bits on every rank.
 
@@ -35,7 +35,8 @@ def all_reduce(
     wrap; of bool the sum and max are `or`, the prod and min `and`. Floating types alone have avg, which overflows no
     partial sum; schedules/README.md says how both are rounded. `group` is a process group or its name, the default
     group unless said. With `async_op` a Work whose `wait()` returns the tensor. The gradient, for sum and avg, is the
-    all-reduce of the gradients. Raises TensorError, ReductionError, GroupError.
+    all-reduce of the gradients: x requires one on all ranks or on none, as the backward pass of a rank without makes no
+    call, for which the others wait. Raises TensorError, ReductionError, GroupError.
 
     `wire="float8"`: x, of float32, float16 or bfloat16, travels in 33 bytes for 64 of bfloat16. Each rank's
     numbers are rounded to float8 once before they are combined, in float32, and the result once more: 128 neighbours
@@ -43,6 +44,8 @@ def all_reduce(
     So do gradients. Rounding takes time: between two H200s it is the faster way of bfloat16 from 4 MB, clearly so from
     16 MB, and the slower one below.
     """
+    if others:
+        given.unexpected("all_reduce", all_reduce, others)
     if _is_traced("all_reduce", x) and not async_op:
         name = groups.name_of(group)
         return collective_ops.ops(x).all_reduce(x, name, given.reduction(op), timeout=given.seconds(timeout), wire=wire)
@@ -50,16 +53,24 @@ def all_reduce(
 
 
 def all_reduce_(
-    x: torch.Tensor, op: Reduction = "sum", group: Any = None, async_op: bool = False, timeout: Patience = None
+    x: torch.Tensor,
+    op: Reduction = "sum",
+    group: Any = None,
+    async_op: bool = False,
+    timeout: Patience = None,
+    **others: Never,
 ) -> Any:
-    """As `all_reduce`, the result in x, which is returned; with `async_op` a Work, and x is the result after `wait()`.
+    """As `all_reduce`, the result in x, which is returned; with `async_op` a Work, and x is the result when that is
+    completed.
 
     Where the chosen schedule is not proved to work in place, the result is copied into x. Has no gradient.
     """
+    if others:
+        given.unexpected("all_reduce_", all_reduce_, others)
     traced = _is_traced("all_reduce_", x)
     if async_op:
         collective_ops.refuse_gradient(x)
-        return CopyBack(x, menu.run("all_reduce", x, x.nbytes, group, op=op, async_op=True, timeout=timeout))
+        return menu.all_reduce_in_place(x, group, op, timeout, async_op=True)
     if traced:
         collective_ops.ops(x).all_reduce_(x, groups.name_of(group), given.reduction(op), given.seconds(timeout))
     else:
@@ -74,6 +85,7 @@ def all_gather(
     timeout: Patience = None,
     wire: str | None = None,
     output_split_sizes: Sequence[int] | None = None,
+    **others: Never,
 ) -> Any:
     """Every rank's x, in rank order along dimension 0: (n, ...) -> (P * n, ...).
 
@@ -86,6 +98,8 @@ def all_gather(
     `wire="float8"`: x, of float32, float16 or bfloat16, is rounded once on its way, as for `all_reduce`, to the same
     bits on every rank; gradients are not. It is faster and slower from the same sizes, of the result.
     """
+    if others:
+        given.unexpected("all_gather", all_gather, others)
     if output_split_sizes is not None:
         given.alone("output_split_sizes", "wire", wire)
         return _uneven("all_gather", x, output_split_sizes, group, async_op=async_op, timeout=timeout)
@@ -102,6 +116,7 @@ def reduce_scatter(
     async_op: bool = False,
     timeout: Patience = None,
     input_split_sizes: Sequence[int] | None = None,
+    **others: Never,
 ) -> Any:
     """This rank's block of every rank's x combined: (P * n, ...) -> (n, ...).
 
@@ -110,6 +125,8 @@ def reduce_scatter(
 
     `input_split_sizes`: how many rows of x are each rank's, where they are not as many; as for `all_gather`.
     """
+    if others:
+        given.unexpected("reduce_scatter", reduce_scatter, others)
     if input_split_sizes is not None:
         return _uneven("reduce_scatter", x, input_split_sizes, group, op=op, async_op=async_op, timeout=timeout)
     if _is_traced("reduce_scatter", x) and not async_op:
@@ -126,6 +143,7 @@ def all_to_all(
     group: Any = None,
     async_op: bool = False,
     timeout: Patience = None,
+    **others: Never,
 ) -> Any:
     """Block q of rank p's x is block p of rank q's result: equal blocks along dimension 0, x's shape.
 
@@ -136,6 +154,8 @@ def all_to_all(
     are not as many; 0 is a number. A rank says its own: what it sends to another has to be what that one expects of it,
     which the kernel compares before anything is received (AgreementError). A CUDA graph keeps them.
     """
+    if others:
+        given.unexpected("all_to_all", all_to_all, others)
     splits = given.both(output_split_sizes=output_split_sizes, input_split_sizes=input_split_sizes)
     if splits is not None:
         came, sent = splits
@@ -146,13 +166,15 @@ def all_to_all(
 
 
 def broadcast(
-    x: torch.Tensor, root: int = 0, group: Any = None, async_op: bool = False, timeout: Patience = None
+    x: torch.Tensor, root: int = 0, group: Any = None, async_op: bool = False, timeout: Patience = None, **others: Never
 ) -> Any:
     """The x of rank `root` of the group, on every rank: a new tensor of x's shape.
 
     x: contiguous, of any dtype; the other ranks' x says shape, dtype and device. Each root is a kernel and a workspace
     of its own. With `async_op` a Work. The gradient is the sum of the gradients at the root, and zero elsewhere.
     """
+    if others:
+        given.unexpected("broadcast", broadcast, others)
     if _is_traced("broadcast", x) and not async_op:
         return collective_ops.ops(x).broadcast(x, groups.name_of(group), root, timeout=given.seconds(timeout))
     return menu.run("broadcast", x, x.nbytes, group, root=root, async_op=async_op, timeout=timeout)

@@ -7,7 +7,6 @@ memory and kernels come from (`host` and `device` do).
 from __future__ import annotations
 
 import itertools
-import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -16,28 +15,27 @@ from functools import partial
 from typing import TypeVar
 
 from commdsl.build.emit import Emitted
-from commdsl.machine.config import DEFAULT_TIMEOUT, Config
+from commdsl.machine.config import Config
 from commdsl.program.desk import desk_bytes, differing
-from commdsl.program.memory import Transport
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import Blocks, Launch
-from commdsl.runtime.bootstrap import Bootstrap, Exchange, World, exchange, life
-from commdsl.runtime.breaking import Breaking
-from commdsl.runtime.compared import Compared, user_line
+from commdsl.runtime.bootstrap import Bootstrap, Exchange, World, exchange
+from commdsl.runtime.breaking import in_our_words, is_settled
 from commdsl.runtime.desk import Desk, Notice
 from commdsl.runtime.error_page import ErrorPage
-from commdsl.runtime.errors import AgreementError, GroupError, RendezvousError
+from commdsl.runtime.errors import AgreementError
 from commdsl.runtime.failures import different_calls
 from commdsl.runtime.heap import Extent, Heap
+from commdsl.runtime.joining import Joining
 from commdsl.runtime.kernel import Kernel, Prepared, Residence
 from commdsl.runtime.landing import Region, Regions
 from commdsl.runtime.lent import Lent
 from commdsl.runtime.program import Program
 from commdsl.runtime.said import ANSWER_SECONDS
-from commdsl.runtime.setups import Setup, disagreement, of_plan
+from commdsl.runtime.setups import Setup, of_plan
 from commdsl.runtime.streams import Streams
-from commdsl.runtime.watch import own_process, watcher
+from commdsl.runtime.watch import watcher
 from commdsl.runtime.workspace import Explain, Reach, Start, Workspace
 
 Made = TypeVar("Made")
@@ -47,11 +45,8 @@ RESET_PATIENCE = 2.0
 a call that has to run out first.
 """
 
-TEXT_SECONDS = 2.0
-"""So long ranks that do not agree wait for each other's texts."""
 
-
-class Communicator(Breaking, ABC):
+class Communicator(Joining, ABC):
     """What `host.py` and `device.py` have in common."""
 
     desk: Desk  # from `open_desk` on
@@ -67,72 +62,14 @@ class Communicator(Breaking, ABC):
         world: World,
     ) -> None:
         """`kind`: cpu or cuda; the communicators of a group for different kinds do not hear each other."""
-        super().__init__(name, life(bootstrap, kind), config.timeout or DEFAULT_TIMEOUT, notice)
+        super().__init__(name, bootstrap, config, notice, kind, world)
         self.errors = errors
-        self.kind = kind
-        self.config = config
-        self.world = world
-        self.nodes = world.nodes(config)
-        self.transport = self._transport()
         self.lock = threading.RLock()
         self.workspaces: dict[str, Workspace] = {}
         self._lent = Lent(self.finish)
         self.regions = Regions()
         self.is_closed = False  # whoever kept something of it has to ask for it anew
-        self.processes: tuple[str, ...] = ()  # by rank, as the watcher knows them
-        self._compared = self._comparing()
-        self._setups = 0  # of this generation: ranks meet at each
         self.numbers = itertools.count()  # what this rank made, to tell it apart
-
-    @property
-    def compares(self) -> bool:
-        """Whether ranks compare each call before they make it (COMMDSL_DEBUG)."""
-        return self._compared is not None
-
-    def compare(self, call: str, line: str = "") -> None:
-        """Collective where ranks compare: AgreementError unless all are about to make this call. `line`: the user's."""
-        if self._compared is None:
-            return
-        self.refuse_if_broken()
-        try:
-            self._compared.compare(call, line or user_line())
-        except AgreementError:
-            raise  # on every rank, and before anything was sent
-        except BaseException as error:
-            self.fail(error, call)
-            raise
-
-    def _comparing(self) -> Compared | None:
-        def drop(key: str) -> None:
-            self.bootstrap.drop(f"{self.generation}/{key}/{self.rank}")
-
-        return Compared(self.name, self.rank, self.exchange, drop) if self.config.debug else None
-
-    def members(self, key: str, *facts: str) -> list[list[str]]:
-        """What every rank says of itself, its host first. Collective: refuses ranks that do not agree on who is near
-        and who is far. Where no setting says it, hosts are nodes.
-        """
-        mine = [f"{self.transport.value} {self.nodes}", own_process(), socket.gethostname(), *facts]
-        told = self.exchange(key, "\n".join(mine).encode(), f"set up group `{self.name}`")
-        everyone = [value.decode().split("\n") for value in told]
-        for rank, (nodes, *_) in enumerate(everyone):
-            if nodes != mine[0]:
-                raise GroupError(
-                    f"ranks {rank} and {self.rank} of group `{self.name}` reach each other by `{nodes}` and "
-                    f"`{mine[0]}`: COMMDSL_TRANSPORT and COMMDSL_NODES are the same on all ranks"
-                )
-        self.processes = tuple(process for _, process, *_ in everyone)
-        if len(set(self.processes)) > 1:
-            watcher().add(self)
-        if not self.config.nodes and self.transport is Transport.PEER:
-            hosts = [host for _, _, host, *_ in everyone]
-            self.nodes = tuple(map(hosts.index, hosts))
-            self.transport = self._transport()
-        return [theirs for _, _, *theirs in everyone]
-
-    def _transport(self) -> Transport:
-        far = self.config.transport == "nvshmem" or len(set(self.nodes)) > 1
-        return Transport.NVSHMEM if far else Transport.PEER
 
     def workspace(
         self,
@@ -152,27 +89,14 @@ class Communicator(Breaking, ABC):
         Raises AgreementError (C964) where ranks set up something else; then nothing was set up, and the group goes on.
         """
         self.refuse_if_broken()
+        if key not in self.workspaces:
+            self.drain()
         with self.lock:
             found = self.workspaces.get(key)
             if found is None:
                 mine = of_plan(plan, emitted, room, terms or {})
                 found = self.workspaces[key] = self._rendezvous(mine, plan, room, explain, seconds)
             return found
-
-    def agree(self, mine: Setup, seconds: float | None) -> str:
-        """Collective: the next set-up of the group, by its number. AgreementError, on all ranks alike, unless all are
-        about to set up the same. `seconds` as for `workspace`.
-        """
-        number, self._setups = self._setups, self._setups + 1
-        what = f"set up {mine.what}"
-        everyone = self.exchange(f"setup/{number}/about", mine.pack(), what, seconds)
-        if any(one != everyone[0] for one in everyone):
-            try:
-                texts = self.exchange(f"setup/{number}/text", mine.pack_source(), what, TEXT_SECONDS)
-            except RendezvousError:
-                texts = ()
-            raise disagreement(self.name, self.rank, everyone, texts)
-        return f"setup/{number}"
 
     def ready(self) -> None:
         """Raises where no call can be made now."""
@@ -219,17 +143,22 @@ class Communicator(Breaking, ABC):
             meet("agreed")  # once more: a rank that comes late finds the others gone here, not where nothing says so
             made = make(self.make_heap(extent, meet), f"{self.generation}/{where}")
             meet("ready")
-        except AgreementError:
-            raise  # on every rank, and before anything was made
         except BaseException as error:
-            self.fail(error, what)
-            raise
+            if is_settled(error):  # on every rank, and before anything was made
+                raise
+            failure = in_our_words(error, what)
+            self.fail(failure, what)
+            if failure is error:
+                raise
+            raise failure from error
         return made
 
     def region(self, name: str, nbytes: int, seconds: float | None) -> Region:
         """Symmetric memory for a call of that op, which takes it, in a group that is not broken; collective where there
         is not enough. Raises as `workspace`.
         """
+        if not self.regions.has_free(nbytes):
+            self.drain()
         with self.lock:
             found = self.regions.find(name, nbytes)
             if found is None:
@@ -254,12 +183,16 @@ class Communicator(Breaking, ABC):
         self.check()
         found = None if self.broken is not None else differing(self.read_desk(), self.rank, self.size)
         if found is not None:
-            peer, *digests = found
-            self._raise(different_calls(self.rank, peer, self.rank, (digests[0], digests[1]), self.said))
+            peer, mine, theirs = found
+            sides = self.said.known(mine), self.said.known(theirs)
+            self._raise(different_calls(self.rank, peer, self.rank, sides, self.said))
 
     def _raise(self, failure: BaseException | None) -> None:
         """Breaks the group, where something failed. Callers keep no name for it, either."""
         if failure is not None:
+            if not isinstance(failure, AgreementError):
+                self._raise_heard()  # the kernel gave up because of it
+            self._heard = None
             self.fail(failure)
             try:
                 raise failure
@@ -270,13 +203,15 @@ class Communicator(Breaking, ABC):
         """Collective: back to the state before the first call. Memory that not all ranks have is given up."""
         with self.lock:
             number = self.generation
-            self.said.reset()
+            with self.hearing:
+                self.is_deaf = True  # until it is done
+                self.said.reset()
             mine = ",".join((*(workspace.number for workspace in self.workspaces.values()), *self.regions.numbers))
 
             def meet(step: str, value: bytes) -> tuple[bytes, ...]:
                 seconds = self.timeout * (1.0 + RESET_PATIENCE) + ANSWER_SECONDS
                 what = f"reset group `{self.name}`"
-                return exchange(self.bootstrap, f"reset/{number}/{step}", value, seconds, what, self.ended)
+                return exchange(self.bootstrap, f"reset/{number}/{step}", value, seconds, what, self.absent)
 
             everyone = meet("enter", mine.encode())
             self.finish()
@@ -290,9 +225,12 @@ class Communicator(Breaking, ABC):
                     self._let_go(key)
             self.regions.keep(common)
             self.desk.reset()
-            self._setups = 0
-            self._compared = self._comparing()
-            self.broken = None
+            self.forget_calls()
+            if self._compared is not None:
+                self._compared = self._comparing()
+            with self.hearing:
+                self._renew()
+                self.is_deaf = False
             meet("done", b"")
 
     def release(self, key: str | None = None) -> None:
@@ -324,8 +262,11 @@ class Communicator(Breaking, ABC):
         self.release()
         self._lent.close()
         self.is_closed = True
-        self.desk.free()
+        with self.hearing:
+            was_open, self.is_open = self.is_open, False
         watcher().remove(self)
+        if was_open:
+            self.desk.free()
         with suppress(RuntimeError):  # of a store whose server has ended
             self.bootstrap.end()
 
@@ -371,6 +312,12 @@ class Communicator(Breaking, ABC):
     def read_desk(self) -> bytes:
         """A copy of this rank's desk."""
 
+    def forget_calls(self) -> None:
+        """A generation begins: no call was started in it."""
+
     @abstractmethod
     def finish(self) -> None:
         """Waits for this rank's kernels."""
+
+    def drain(self) -> None:
+        """Wait until calls that other threads of commdsl make for this rank are over."""

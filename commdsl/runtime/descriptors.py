@@ -1,7 +1,8 @@
 """Turns a file descriptor of every rank of a group into all of them in every process, passed over unix sockets.
 
-Assumes that the ranks are processes of one user on one machine and share a network namespace. Does not leave anything
-behind: the sockets have names in no folder, and are closed on return.
+Assumes that the ranks are processes of one user on one machine and share a network namespace. Both ends look at each
+other's user: anybody can list the names of sockets and connect to them, and anybody who may write the group's store can
+put another name there. Does not leave anything behind: the sockets have names in no folder, and are closed on return.
 """
 
 from __future__ import annotations
@@ -58,6 +59,13 @@ def _hand_round(descriptor: int, rank: int, names: Sequence[bytes]) -> str:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as to:
             try:
                 to.connect(name)
+                user = _user_of(to)
+                if user != os.geteuid():
+                    return (
+                        f"rank {rank} does not pass memory to rank {peer}: the socket that it named belongs to user "
+                        f"{user}, and rank {rank} runs as user {os.geteuid()}. All ranks of one machine have to run as "
+                        "one user; if they do, somebody else writes the group's store"
+                    )
                 socket.send_fds(to, [_RANK.pack(rank)], [descriptor])
             except ConnectionError as error:
                 return (
@@ -67,11 +75,16 @@ def _hand_round(descriptor: int, rank: int, names: Sequence[bytes]) -> str:
     return ""
 
 
+def _user_of(connection: socket.socket) -> int:
+    """Return the effective user of the other end: when it began to listen or, of who connects, when it did."""
+    _, user, _ = _USER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _USER.size))
+    return int(user)
+
+
 def _take(door: socket.socket, found: dict[int, int]) -> None:
     """One connection. Names of sockets can be listed by anybody, so others' connections are not looked at."""
     with door.accept()[0] as connection:
-        _, user, _ = _USER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _USER.size))
-        if user != os.getuid():
+        if _user_of(connection) != os.geteuid():
             return
         connection.settimeout(door.gettimeout())
         # Not recv_fds, which ignores its flags: a child of this process must not keep the memory.

@@ -7,7 +7,7 @@ user wants to interrupt, tells the notice.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -33,6 +33,19 @@ class Notice:
     def mark_gone(self, rank: int) -> None:
         """The process of that rank of the group has ended: a wait for it looks once more, and then gives up."""
         self._words[1 + rank // 64] |= 1 << rank % 64
+
+    def stop(self, own: int, num_ranks: int) -> None:
+        """End all waits for other ranks, as if they were gone, until `go_on`."""
+        for rank in range(num_ranks):
+            if rank != own:
+                self.mark_gone(rank)
+
+    def go_on(self, gone: Iterable[int]) -> None:
+        """Have kernels wait again, but for ranks whose processes have ended."""
+        for at in range(1, len(self._words)):
+            self._words[at] = 0
+        for rank in gone:
+            self.mark_gone(rank)
 
     def interrupt(self) -> None:
         """Waits that last longer than half a second give up, until `clear_interrupt`."""

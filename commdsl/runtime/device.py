@@ -24,6 +24,7 @@ from commdsl.program.moves import Moves, Protocol
 from commdsl.program.sizes import Blocks, Launch, device_launch
 from commdsl.runtime.binding import Gpu, capture_id
 from commdsl.runtime.bootstrap import Bootstrap, Exchange, World
+from commdsl.runtime.breaking import NOTHING
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.desk import Notice
 from commdsl.runtime.device_heap import DeviceHeap, FarHeap
@@ -36,6 +37,7 @@ from commdsl.runtime.gate import Filled, Gate
 from commdsl.runtime.heap import Extent, Heap
 from commdsl.runtime.kernel import DeviceKernel, Kernel, Prepared, Residence, residence_of
 from commdsl.runtime.program import Program
+from commdsl.runtime.said import Words
 from commdsl.runtime.stream_order import StreamOrder
 from commdsl.runtime.streams import OwnStream, TwoStreams
 from commdsl.runtime.workspace import ALONE, Meanwhile, Workspace, nothing
@@ -59,11 +61,29 @@ class DeviceCommunicator(Communicator):
         self._beside = OwnStream(self.index, priority=-1)
         self._copies = OwnStream(self.index)  # of launches that are under way at once, one behind another
         self._gpu = Gpu(self.index)
-        self._check_members(str(properties.uuid))
+        self._uuid = str(properties.uuid)
         # One for all ops: two kernels at once that both wait for peers could fill the SMs of two ranks crosswise.
-        filling = Filled.order_of(str(properties.uuid))
+        filling = Filled.order_of(self._uuid)
         self.gate = Gate(self._gpu, StreamOrder(torch, capture_id), filling, self.end_half_way)
+
+    def _enter(self) -> None:
+        self._check_members(self._uuid)
         self.open_desk()
+
+    def calls(self) -> int:
+        return self.gate.calls
+
+    def last_call(self) -> Words:
+        return NOTHING if self.gate.last is None else self.gate.last.words
+
+    def begin(self) -> None:
+        self.gate.calls += 1
+
+    def resume(self) -> None:
+        self.gate.calls -= 1
+
+    def forget_calls(self) -> None:
+        self.gate.calls, self.gate.last = 0, None
 
     def _check_members(self, uuid: str) -> None:
         members = self.members("device", uuid)
@@ -154,6 +174,7 @@ class DeviceCommunicator(Communicator):
         """A call from its beginning to its end, of which what other calls come behind is what goes beside the caller's
         stream: as that of `DeviceStart.begin`. The caller's is not to be waited for, where a product waits for others.
         """
+        self.begin()
         self.gate.start(self._beside.of_torch, partial(play, calls))
 
     def bound(self) -> contextlib.AbstractContextManager[None]:
@@ -191,14 +212,22 @@ class DeviceStart:
         return self._prepared.launch
 
     def __call__(self, changing: Sequence[int]) -> None:
-        self._launch(self._kernel, self._prepared, changing)
+        gate = self._gate
+        gate.calls += 1
+        gate.last = self._prepared
+        try:
+            self._launch(self._kernel, self._prepared, changing)
+        except BaseException:
+            gate.calls -= 1  # it broke the group, or was not started
+            raise
 
     def begin(self, changing: Sequence[int], meanwhile: Meanwhile = ALONE) -> Callable[[], None]:
         kernel = self._kernel
         if not isinstance(kernel, EngineKernel):
             assert not meanwhile.has_words, "no word of a kernel's"
             meanwhile.between()
-            self(changing)
+            self._gate.last = self._prepared
+            self._launch(kernel, self._prepared, changing)
             return nothing
         stream = torch.cuda.current_stream(self._gate.gpu.index)
 

@@ -6,6 +6,8 @@ long inside a kernel is `timeouts.CommTimeout`.
 
 from __future__ import annotations
 
+from typing import Self
+
 from commdsl.machine.errors import CodedError
 
 
@@ -113,7 +115,22 @@ class MaskError(OpError, ValueError):
     code = "C966"
 
 
+class WorkTimeoutError(OpError, TimeoutError):
+    """A Work that is not completed after the time that its `wait` was given; the call goes on."""
+
+    code = "C967"
+
+    def __new__(cls, *arguments: object) -> Self:
+        return TimeoutError.__new__(cls, *arguments)  # RuntimeError's does not make an OSError
+
+
 class HeapError(OpError, MemoryError):
     """Symmetric memory of a group cannot be had."""
 
     code = "C969"
+
+
+class ReplicaError(OpError):
+    """A parameter that all ranks have whole has other values, or another gradient, on some rank."""
+
+    code = "C976"

@@ -21,13 +21,19 @@ from commdsl.program.timeouts import (
     origin_of,
     timeout_of,
 )
-from commdsl.runtime.errors import AgreementError, PeerError
-from commdsl.runtime.said import Said
+from commdsl.runtime.errors import AgreementError, OpError, PeerError
+from commdsl.runtime.said import Line, Said, Words
+from commdsl.runtime.setups import Raised, Setup
 
 WHY = {TIMED_OUT: "its wait for rank {} took too long", INTERRUPTED: "it was interrupted"}
-"""Of a rank that gave up, where it is not that a rank is gone."""
+"""Of a rank that gave up and reports nothing, where it is not that a rank is gone."""
 
-UNKNOWN = "something else"
+UNKNOWN = Words("something else")
+
+SOON_SECONDS = 0.2
+"""So long a rank whose kernel a peer stopped waits for that peer's report, which comes when its call returns."""
+
+ALIKE = "all ranks of a group make the same calls, in the same order"
 
 
 def failure_of(
@@ -35,7 +41,8 @@ def failure_of(
 ) -> BaseException | None:
     """What a report means, after a time-out of so many seconds; None where nobody is left to explain it."""
     if record.code == DISAGREES:
-        return different_calls(record.rank, record.peer, record.rank, (record.expected, record.seen), said)
+        sides = said.known(record.expected), said.known(record.seen)
+        return different_calls(record.rank, record.peer, record.rank, sides, said)
     if record.code == BAD_LENGTH:
         return different_lengths(record, said)
     if record.code == STOPPED:
@@ -49,25 +56,57 @@ def failure_of(
     else:
         found = None if explain is None else explain(record)
     if found is not None:
-        said.say(f"`{plan.name}`", str(found), found.gone if isinstance(found, PeerError) else None)
+        said.say(f"`{plan.name}`", found, found.gone if isinstance(found, PeerError) else None)
     return found
 
 
 def stopped_by(stop: Stop, record: ErrorRecord, said: Said) -> Exception:
     """What a rank is told by a peer that gave up."""
+    own = said.known(record.expected) or UNKNOWN
     if stop.code == DISAGREES:
-        return different_calls(stop.rank, stop.peer, record.rank, (record.expected, None), said)
+        return different_calls(stop.rank, stop.peer, record.rank, (own, None), said)
     if stop.code == BAD_LENGTH:
         why = f"what rank {stop.peer} sends to rank {stop.rank} is not as long as that one expects"
-        said.say(said.words(record.expected) or UNKNOWN, why)
-        return AgreementError(why)
+        found: OpError = AgreementError(why)
+        said.say(own, found)
+        return found
+    line = said.ask([stop.rank], SOON_SECONDS).get(stop.rank)
+    if line is not None:
+        return told(stop.rank, line, own, record.rank, said)
     if stop.code == GONE:
         found = PeerError(stop.peer, f"is gone: rank {stop.rank} waited for it")
+        said.say(own, found, stop.peer)
     else:
         why = WHY.get(stop.code, "what it was to move was wrong").format(stop.peer)
         found = PeerError(stop.rank, f"gave up: {why}")
-    said.say(said.words(record.expected) or UNKNOWN, str(found), found.gone)
+        said.say(own, why, by=stop.rank)
     return found
+
+
+def told(peer: int, line: Line, own: Words, rank: int, said: Said) -> OpError:
+    """Return what rank `rank`, whose last call is `own`, raises because a peer has reported this, and report it."""
+    if line.one >= 0:
+        return different_calls(line.one, line.other, rank, (own, None), said)
+    if line.gone is not None:
+        found: OpError = PeerError(line.gone, f"is gone: rank {peer} waited for it")
+    elif line.differs:
+        found = AgreementError(line.why)
+    else:
+        found = PeerError(line.by, f"gave up: {line.why}")
+    said.say(own, line.why, line.gone, by=line.by, differs=line.differs)
+    return found
+
+
+def apart(group: str, peer: int, step: Setup | Raised, rank: int, own: Words) -> OpError:
+    """Return what rank `rank`, whose last call is `own`, raises because a peer has this step instead of that call."""
+    if isinstance(step, Raised):
+        if step.differs:
+            return AgreementError(step.why)
+        return PeerError(peer, f"gave up: {step.what} raised {step.why}")
+    sides = f"rank {peer} of group `{group}` sets up {step.what}", f"rank {rank} calls {own.call}"
+    if own.call.startswith(step.what):  # the same of two versions of a file
+        sides = f"{sides[0]} ({step.detail})", f"{sides[1]} ({own.detail})"
+    return AgreementError(f"{sides[0]} where {sides[1]}: {ALIKE}")
 
 
 def different_lengths(record: ErrorRecord, said: Said) -> AgreementError:
@@ -76,24 +115,24 @@ def different_lengths(record: ErrorRecord, said: Said) -> AgreementError:
         f"rank {record.peer} sends {record.seen} bytes to rank {record.rank}, which expects {record.expected}: what "
         "one rank has for another in input_split_sizes, that one has for it in output_split_sizes"
     )
-    said.say(f"blocks from rank {record.peer}", str(found))
+    said.say(f"blocks from rank {record.peer}", found)
     return found
 
 
-def different_calls(one: int, other: int, rank: int, digests: tuple[int, int | None], said: Said) -> AgreementError:
-    """Of ranks `one` and `other`, as `rank` raises it. `digests`: of its own call, and of the other's if it knows."""
-    mine, theirs = digests
-    call = said.words(mine) or UNKNOWN
-    said.say(call, f"ranks {one} and {other} make different calls")
+def different_calls(
+    one: int, other: int, rank: int, known: tuple[Words | None, Words | None], said: Said
+) -> AgreementError:
+    """Of ranks `one` and `other`, as `rank` raises it. `known`: its own call, and the other's if it knows."""
+    mine, theirs = known[0] or UNKNOWN, known[1]
+    said.say(mine, f"ranks {one} and {other} make different calls", one=one, other=other, differs=True)
     sides = []
     for side in (other, one):
         if side == rank:
-            sides.append(call)
+            sides.append(mine)
             continue
-        known = None if theirs is None else said.words(theirs)
-        line = None if known else said.ask([side]).get(side)
-        sides.append(known or (line.call if line else UNKNOWN))
-    return AgreementError(
-        f"rank {other} calls {sides[0]} where rank {one} calls {sides[1]}: all ranks of a group make the same "
-        "calls, in the same order"
-    )
+        line = None if theirs else said.ask([side]).get(side)
+        sides.append(theirs or (Words(line.call, line.detail) if line else UNKNOWN))
+    there, here = (side.call for side in sides)
+    if there == here:  # the same words of two versions of a file
+        there, here = (f"{side.call} ({side.detail})" for side in sides)
+    return AgreementError(f"rank {other} calls {there} where rank {one} calls {here}: {ALIKE}")

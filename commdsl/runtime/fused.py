@@ -9,6 +9,7 @@ product ends before the next one begins. The kernel leaves SMs to what moves: a 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -46,8 +47,11 @@ from commdsl.runtime.turns import (
     products_of,
     summed,
     turns_of,
+    unordered,
 )
 from commdsl.runtime.workspace import ALONE, Meanwhile, Start
+
+_LOGGER = logging.getLogger("commdsl")
 
 LEFT = 2
 """SMs that the products leave: one for what runs beside, one as clusters have two."""
@@ -85,7 +89,22 @@ def fits(plan: Plan, places: Places, rows: torch.Tensor, factor: torch.Tensor, r
     if not end_in_one_way(plan, places) or (any(map(any, map(given_to, products_of(plan)))) and result not in _ADDED):
         return False
     sides = (rows.shape[1] * rows.itemsize, _columns(plan, factor) * result.itemsize)
-    return rows.numel() > 0 and factor.numel() > 0 and all(side % ALIGNMENT == 0 for side in sides)
+    if rows.numel() == 0 or factor.numel() == 0 or any(side % ALIGNMENT for side in sides):
+        return False
+    return is_ordered(plan, places)
+
+
+def is_ordered(plan: Plan, places: Places) -> bool:
+    """Return whether the kernel's waits order all products of a Plan that `fits`; log a warning if they do not."""
+    first = unordered(plan, places)
+    if first is not None:
+        _LOGGER.warning(
+            "`%s`: torch multiplies, as the fused kernel has no wait for the product that `%s` depends on; "
+            "`tune { matmul library }` chooses torch and silences this warning",
+            plan.name,
+            first.writes[0].name,
+        )
+    return first is None
 
 
 class Fused:

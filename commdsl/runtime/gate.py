@@ -40,7 +40,7 @@ class Filled:
 class Gate:
     """Nothing is started in a group but here."""
 
-    __slots__ = ("_end_half_way", "_filling", "_order", "gpu", "lock")
+    __slots__ = ("_end_half_way", "_filling", "_order", "calls", "gpu", "last", "lock")
 
     def __init__(
         self, gpu: Gpu, order: StreamOrder, filling: StreamOrder, end_half_way: Callable[[BaseException], None]
@@ -51,6 +51,8 @@ class Gate:
         self.lock = order.lock  # also of the arguments that launches are given
         self._order = order
         self._end_half_way = end_half_way
+        self.calls = 0  # that were started, since the last reset: as many on every rank
+        self.last: Prepared | None = None  # what was started last
 
     def launch(self, kernel: Kernel, prepared: Prepared, changing: Sequence[int]) -> None:
         """Starts a call of one kernel on torch's current stream."""

@@ -5,11 +5,13 @@ Assumes nothing of what is given. Does not look into a tensor that an op may tak
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from difflib import get_close_matches
+from inspect import Parameter, signature
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
@@ -26,6 +28,11 @@ Patience: TypeAlias = "timedelta | float | None"
 
 TORCH_NAMES = MappingProxyType({"product": "prod", **{name: name for name in dtypes.OPS}})
 """Reductions as torch.distributed calls them, and ours."""
+
+TORCH_ARGUMENTS = MappingProxyType({"src": "root", "reduce_op": "op", "reduceOp": "op", "process_group": "group"})
+"""Arguments as torch.distributed calls them, and ours."""
+
+_BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 MOST_SECONDS = 1e9
 
@@ -73,6 +80,13 @@ def tensor(name: str, value: Any) -> None:
         raise TensorError(f"`{name}` takes a dense tensor, got one that is {kind}: pass x.to_dense() or its parts")
 
 
+def argument(name: str, value: Any) -> None:
+    """Refuses an argument that is no dense tensor, by its name."""
+    if not isinstance(value, torch.Tensor):
+        raise TensorError(f"`{name}` is a torch tensor, not `{_kind(value)}`: {_instead(value)}")
+    tensor(name, value)
+
+
 def _count(number: int) -> str:
     return f"{number} tensor" if number == 1 else f"{number} tensors"
 
@@ -89,6 +103,28 @@ def _instead(value: Any) -> str:
     if isinstance(value, int | float | complex | list | tuple):
         return "pass torch.tensor(x)"
     return "pass a tensor"
+
+
+def unexpected(
+    name: str,
+    function: Callable[..., Any],
+    others: Mapping[str, Any],
+    inputs: Sequence[str] = (),
+    *,
+    hint: str = "",
+) -> NoReturn:
+    """Raise ArgumentError (C973) for keywords that `function` does not have. `inputs`: the names of tensors that are
+    given by position; `hint`: where the first keyword belongs, unless it is nearly one of the function's.
+    """
+    other = next(iter(others))
+    known = [one.name for one in signature(function).parameters.values() if one.kind in _BY_NAME and one.name != "self"]
+    if other in inputs:
+        call = f"{name}({', '.join(inputs)}, ...)"
+        raise ArgumentError(f"`{name}` takes its tensors by position: write {call} without `{other}=`")
+    meant = TORCH_ARGUMENTS.get(other) or "".join(get_close_matches(other, known, 1, 0.7))
+    if meant in known:
+        hint = f"write `{meant}`; "
+    raise ArgumentError(f"`{name}` takes no argument `{other}`: {hint}its arguments are {', '.join(known)}")
 
 
 # --- reductions -------------------------------------------------------------------------------------------------------
@@ -128,10 +164,10 @@ def seconds(timeout: Any) -> float | None:
     raise ArgumentError(f"a timeout is a positive number of seconds, or a timedelta, not {timeout!r}")
 
 
-def asked(op: Reduction, timeout: Patience, lengths: Sequence[Any] | None) -> Asked:
+def asked(op: Reduction, timeout: Patience, lengths: Sequence[Any] | None, about: str = "") -> Asked:
     """What a caller wrote of it; whether there is such a reduction is looked at where a call is first made."""
     found = None if timeout is None else seconds(timeout)
-    return Asked(op, found, None if lengths is None else tuple(lengths))
+    return Asked(op, found, None if lengths is None else tuple(lengths), about)
 
 
 # --- what `load` is given ---------------------------------------------------------------------------------------------
@@ -153,9 +189,29 @@ def both(**values: Sequence[Any] | None) -> tuple[Sequence[Any], ...] | None:
 
 def whole(name: str, value: Any, least: int) -> int:
     """A whole number, also one of numpy's."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < least:
-        raise ArgumentError(f"`{name}` is a whole number from {least} on, not {value!r}")
-    return int(value.__index__())
+    found = None if isinstance(value, bool) else index(value)
+    if found is None or found < least:
+        raise ArgumentError(f"`{name}` is a whole number from {least} on, not {shown(value)}")
+    return found
+
+
+def index(value: Any) -> int | None:
+    """The whole number that a value is, None where it is none: an array or a tensor of several is none either."""
+    try:
+        return operator.index(value)
+    except (TypeError, RuntimeError, NotImplementedError):
+        return None
+
+
+def shown(value: Any) -> str:
+    """A value in an error: its repr, of a tensor or an array its type alone."""
+    return f"`{_kind(value)}`" if hasattr(value, "shape") else f"{value!r:.80}"
+
+
+def instance(name: str, value: Any, kind: type) -> None:
+    """Refuses an argument that is no object of a class."""
+    if not isinstance(value, kind):
+        raise ArgumentError(f"`{name}` is of class {kind.__name__}, not `{_kind(value)}`")
 
 
 def texts(files: Mapping[Any, Any]) -> Texts:

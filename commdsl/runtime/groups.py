@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -22,11 +22,13 @@ import torch
 from commdsl.machine.config import DEFAULT_TIMEOUT, from_environment
 from commdsl.machine.errors import ArgumentError
 from commdsl.program.memory import Transport
-from commdsl.runtime.bootstrap import Board, Bootstrap, StoreBootstrap, ThreadBootstrap, World
+from commdsl.runtime.bootstrap import Board, Bootstrap, StoreBootstrap, ThreadBootstrap, World, life
+from commdsl.runtime.breaking import is_settled, raised, settle, step_key
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.device import DeviceCommunicator
 from commdsl.runtime.errors import GroupError
 from commdsl.runtime.host import HostCommunicator
+from commdsl.runtime.watch import own_process
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,9 @@ _DONE = threading.Condition(_LOCK)
 _THREADS: dict[str, _Member] = {}
 _COMMUNICATORS: dict[_Key, tuple[_Member, Communicator]] = {}
 _MAKING: set[_Key] = set()  # what some thread makes now
+_FAILED: dict[_Key, tuple[_Member, Communicator]] = {}  # whose set-up failed, until the group is reset
+_EARLY: dict[tuple[str, str], int] = {}  # by group and kind of device the steps before its first set-up
+_ANNOUNCED: weakref.WeakSet[Any] = weakref.WeakSet()  # default groups whose ranks know which process this is
 _NUMBERS = itertools.count()
 _FORKS: list[int] = []  # the process that asked to be told of forks
 _INHERITED: weakref.WeakSet[Any] = weakref.WeakSet()  # groups of the process that this one was forked from
@@ -171,10 +176,79 @@ def _known(name: str, behind: object, device: torch.device) -> Communicator:
             return found[1]
         sweep()
         member = _member(name)
+        announce()
+        _refuse_failed(key, member, behind)
         made = _make(name, member, device)
+        made.steps = _EARLY.pop((name, device.type), 0)
+        try:
+            made.open()
+        except BaseException:
+            with _LOCK:
+                _FAILED[key] = (member, made)
+            raise
         with _LOCK:
             _COMMUNICATORS[key] = (member, made)
     return made
+
+
+def _refuse_failed(key: _Key, member: _Member, behind: object) -> None:
+    """Raises BrokenGroupError where a set-up of the group failed, and the group was not reset since."""
+    failed = _FAILED.get(key)
+    if failed is None:
+        return
+    if failed[0].is_behind(behind):
+        failed[1].refuse_if_broken()
+    with _LOCK:
+        _FAILED.pop(key, None)
+
+
+def renew(name: str) -> None:
+    """Forgets set-ups of a group that failed on this rank: the next call begins anew, with those of the other ranks."""
+    with _LOCK:
+        failed = [_FAILED.pop(key)[1] for key in tuple(_FAILED) if key[0] == name]
+    for comm in failed:
+        comm.close()
+
+
+def report(error: BaseException, group: Any, given: Sequence[Any], what: str) -> None:
+    """Reports to the peers that this rank's call of `what` raised, where nothing of it was started: those that wait for
+    it raise, too. `given`: what was passed to it; its first tensor says of which device's communicator it is.
+
+    Raises nothing: the caller raises `error`.
+    """
+    with contextlib.suppress(Exception):
+        name = name_of(group)
+        if is_settled(error) or (size_of(name) or 1) == 1:
+            return
+        kind = next((one.device.type for one in given if isinstance(one, torch.Tensor)), None)
+        what = f"`{what}`"
+        known = every(name)
+        for comm in known:
+            if kind in (None, comm.kind):
+                comm.report(error, what)
+        if not known and not any(key[0] == name for key in _FAILED):
+            _report_early(error, name, kind or ("cuda" if torch.cuda.is_available() else "cpu"), what)
+
+
+def _report_early(error: BaseException, name: str, kind: str, what: str) -> None:
+    """The group is not set up yet."""
+    member = _member(name)
+    with _LOCK:
+        step = _EARLY.get((name, kind), 0)
+        _EARLY[name, kind] = step + 1
+    settle(error)
+    reports = member.world.reports(life(member.bootstrap, kind))
+    reports.put(step_key(0, step, reports.rank), raised(error, what, 0).pack())
+    reports.alarm()
+
+
+def announce() -> None:
+    """Tells the other processes which one this rank is, once: they hear of its end before it has set up a group."""
+    with contextlib.suppress(Exception):  # no process group yet: its first use announces
+        everyone = torch.distributed.group.WORLD
+        if everyone is not None and everyone not in _ANNOUNCED:
+            _ANNOUNCED.add(everyone)
+            _world(everyone).announce(own_process())
 
 
 def _whole(device: torch.device) -> torch.device:
@@ -206,6 +280,8 @@ def sweep() -> None:
     with _LOCK:
         gone = [key for key, (member, _) in _COMMUNICATORS.items() if not member.is_behind(resolve(key[0])[1])]
         closing = [_COMMUNICATORS.pop(key)[1] for key in gone]
+        gone = [key for key, (member, _) in _FAILED.items() if not member.is_behind(resolve(key[0])[1])]
+        closing += [_FAILED.pop(key)[1] for key in gone]
     for comm in closing:
         comm.close()
 
@@ -217,12 +293,14 @@ def release(name: str) -> None:
         closing = [_COMMUNICATORS.pop(key)[1] for key in tuple(_COMMUNICATORS) if key[0] == name]
     for comm in closing:
         comm.close()
+    renew(name)
 
 
 def _after_fork() -> None:
     """What was set up here is the parent's: the child has its memory, but is none of the ranks."""
     _LOCK.release()
     _MAKING.clear()
+    _ANNOUNCED.clear()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         for group in _c10d()._world.pg_names:
             _INHERITED.add(group)
@@ -238,7 +316,11 @@ def every(name: str | None = None) -> tuple[Communicator, ...]:
 
 def forget() -> None:
     with _LOCK:
+        failed = [comm for _, comm in _FAILED.values()]
         _COMMUNICATORS.clear()
+        _FAILED.clear()
+    for comm in failed:
+        comm.close()
 
 
 def _make(name: str, member: _Member, device: torch.device) -> Communicator:
@@ -272,7 +354,7 @@ def _world(group: Any) -> World:
     distributed = torch.distributed
     rank, size = distributed.get_rank(), distributed.get_world_size()
     everyone = StoreBootstrap(rank, size, _c10d()._get_default_store(), "commdsl/world")
-    return World(everyone, tuple(distributed.get_process_group_ranks(group)))
+    return World(everyone, tuple(distributed.get_process_group_ranks(group)), str(group.group_name))
 
 
 def _short(device: torch.device) -> float:

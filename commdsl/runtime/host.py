@@ -14,19 +14,22 @@ from typing import Any, TypeVar
 from commdsl.build.emit import Emitted, defines
 from commdsl.build.host import build
 from commdsl.machine.config import Config
-from commdsl.program.desk import desk_bytes
+from commdsl.program.desk import calls_on, desk_bytes
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import HOST_MAX_LANES, Blocks, Launch, host_launch, touched
 from commdsl.runtime.bootstrap import Board, Bootstrap, Exchange, World
+from commdsl.runtime.breaking import NOTHING
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.compared import user_line
 from commdsl.runtime.desk import ordinary_notice
 from commdsl.runtime.error_page import ordinary_page
-from commdsl.runtime.errors import GroupError
+from commdsl.runtime.errors import GroupError, OpError
+from commdsl.runtime.failures import UNKNOWN
 from commdsl.runtime.heap import Extent, Heap, SharedHeap, ThreadHeap
 from commdsl.runtime.kernel import HostKernel, Kernel, Prepared, Residence, residence_of
 from commdsl.runtime.program import Program
+from commdsl.runtime.said import Words
 from commdsl.runtime.streams import OneStream
 from commdsl.runtime.workspace import ALONE, Meanwhile, Workspace, nothing
 
@@ -42,10 +45,23 @@ class HostCommunicator(Communicator):
         self._worker = 0
         self._line = ""  # the user's, of the call that the worker makes
         self._last: Future[Any] | None = None
+
+    def _enter(self) -> None:
         hosts = {host for (host,) in self.members("host")}
         if len(hosts) > 1:
-            raise GroupError(f"CPU ranks share memory, so they run on one machine; group `{name}` has {len(hosts)}")
+            raise GroupError(
+                f"CPU ranks share memory, so they run on one machine; group `{self.name}` has {len(hosts)}"
+            )
         self.open_desk()
+
+    def calls(self) -> int:
+        return 0 if not self.is_open else calls_on(self.desk.address)[0]
+
+    def last_call(self) -> Words:
+        if not self.is_open:
+            return NOTHING
+        _, digest = calls_on(self.desk.address)
+        return (self.said.known(digest) if digest else NOTHING) or UNKNOWN
 
     def refuse_setup(self, what: str) -> None:
         """Memory of the processor can be had at any time."""
@@ -82,7 +98,11 @@ class HostCommunicator(Communicator):
         self._worker = threading.get_ident()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Starts a call behind those submitted before."""
+        """Starts a call behind those submitted before. A callback of a future, which the worker runs, may submit a call
+        and wait for it: the worker makes that at once.
+        """
+        if threading.get_ident() == self._worker:
+            return _run(call)
         future = self._executor.submit(self._called, call, user_line() if self.compares else "")
         self._last = future
         return future
@@ -103,6 +123,14 @@ class HostCommunicator(Communicator):
         super().close()
         self._executor.shutdown(wait=False)
 
+    def report(self, error: BaseException, what: str) -> None:
+        """In call order: behind calls that were submitted before."""
+        last = self._last
+        if last is None or last.done() or threading.get_ident() == self._worker:
+            super().report(error, what)
+        else:
+            self._last = self._executor.submit(super().report, error, what)
+
     def drain(self) -> None:
         """Keeps call order: a call waits for those submitted before it."""
         if self._last is not None and threading.get_ident() != self._worker:
@@ -116,6 +144,15 @@ class HostCommunicator(Communicator):
 
     def finish(self) -> None:
         self.drain()
+
+
+def _run(call: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+    return future
 
 
 class HostStart:
@@ -148,5 +185,8 @@ class HostStart:
             self._prepared.point(*changing)
             try:
                 self._kernel.launch(self._prepared, 0)
+            except OpError as error:  # some of its threads began
+                self._communicator.end_half_way(error)
+                raise
             finally:  # Ctrl-C, too, comes when the kernel has given up
                 self._communicator.check()

@@ -13,11 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from commdsl.build import host
 from commdsl.program.arguments import arguments
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import Launch
 from commdsl.program.stages import shared_bytes
 from commdsl.runtime.errors import DeviceError, OpError
+from commdsl.runtime.said import Words
 
 _NO_DELAY = bytes(8)
 
@@ -55,7 +57,7 @@ class Prepared:
     Whoever points it at a call holds the workspace's lock until the launch has copied the arguments.
     """
 
-    __slots__ = ("arguments", "blocks", "cluster", "launch", "parameters", "point", "pointers", "threads")
+    __slots__ = ("arguments", "blocks", "cluster", "launch", "parameters", "point", "pointers", "threads", "words")
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class Prepared:
         """`changing`: the first and the last argument of the stretch. `launch`: None where each call says its lanes."""
         layout = arguments(plan)
         packed = layout.pack(values)
+        self.words = Words(f"`{plan.name}`")  # of a call
         self.launch = launch
         self.cluster = 1 if launch is None else launch.parts
         if launch is None:
@@ -117,7 +120,7 @@ class HostKernel:
     """The host build. A call occupies this thread and one more per further lane, without the interpreter's lock."""
 
     def __init__(self, path: Path) -> None:
-        self._entry = ctypes.CDLL(str(path)).commdsl_launch
+        self._entry = host.loaded(path).commdsl_launch
 
     def launch(self, prepared: Prepared, stream: int) -> None:
         failure = self._entry(prepared.arguments, 1, 1, _NO_DELAY)

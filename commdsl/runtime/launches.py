@@ -73,6 +73,10 @@ class Launches:
         """A call has made its first launch."""
         self._halfway = self._comm.generation, left
 
+    def resume(self) -> None:
+        """It is about to make its second."""
+        self._comm.resume()
+
     def close_halves(self) -> None:
         """It has made its second."""
         self._halfway = None
@@ -101,7 +105,8 @@ class Launches:
 
     def digest(self, words: str) -> int:
         """Of a call of this Plan, in words that are the same on every rank that makes it."""
-        return self._workspace.said.digest(f"`{self.plan.name}` {words}", self._emitted.identity)
+        source = self.plan.span.source.name
+        return self._workspace.said.digest(f"`{self.plan.name}` {words}", self._emitted.identity, source)
 
     def know_plan(self, digest: int, words: str) -> None:
         """The words of a table's digest."""

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Never, NoReturn, TypeAlias
 
 from commdsl.build.built import Built
 from commdsl.ir.backward import Backward
+from commdsl.ir.resolve.tuning import KEYS
 from commdsl.language.source import Texts
 from commdsl.machine import resources
 from commdsl.machine.cache import key
@@ -47,6 +48,7 @@ def load(
     on: str | None = None,
     tune: Mapping[str, int | str] | None = None,
     kernels: Kernels | None = None,
+    **others: Never,
 ) -> Op:
     """The op of one schedule of a `.comm` file (`file.comm:name` is one of several), or of a shipped one by its name
     ("allreduce_ring"), or of texts in hand: `{"mine.comm": text}`, first the file's own, then all that it uses.
@@ -57,12 +59,23 @@ def load(
     `kernels` are cubins that `commdsl compile --arch` built ahead of time: by what each was built from, where it lies
     and its SHA-256. What is not among them, or is not what it was, is built when it is needed.
     """
+    if others:
+        _refuse(others)
+    groups.announce()
     asked = definition(path, schedule, params, on, tune, kernels)
     chosen = _size(group) if ranks is None else given.whole("ranks", ranks, 1)
     known = program(asked, chosen, Transport.PEER, from_environment())
     suffix = "".join(f"_{key}_{value}".replace("-", "m") for key, value in (*asked.params, *asked.tune))
-    name = known.plan.name + suffix + ("" if on is None else "_on_" + re.sub(r"\W", "_", Path(on).name))
+    name = known.plan.name + suffix + ("" if on is None else "_on_" + re.sub(r"\W", "_", Path(on).name, flags=re.ASCII))
     return register(name, key([digest_of(asked), *(one.key for one in asked.kernels)]), asked, chosen, _inverse, load)
+
+
+def _refuse(others: Mapping[str, Any]) -> NoReturn:
+    """Raise ArgumentError (C973) for keywords that are parameters of a schedule, or keys of a tuning."""
+    name, value = next(iter(others.items()))
+    where = "tune" if name in KEYS else "params"
+    hint = f"where the schedule has it, write {where}={{{name!r}: {value!r}}}; "
+    given.unexpected("load", load, others, hint=hint)
 
 
 def definition(
@@ -128,7 +141,9 @@ def check(group: Any = None) -> None:
 
 def reset(group: Any = None) -> None:
     """Collective, after a time-out: brings a group's ops back to the state before their first call."""
-    for comm in groups.every(groups.name_of(group)):
+    name = groups.name_of(group)
+    groups.renew(name)
+    for comm in groups.every(name):
         comm.reset()
 
 

@@ -9,24 +9,30 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 
-from commdsl.runtime.bootstrap import Life, exchange
+from commdsl.runtime.bootstrap import Judge, Life, Reports, exchange
 from commdsl.runtime.desk import Notice
-from commdsl.runtime.errors import PeerError
-from commdsl.runtime.said import Line, Said
+from commdsl.runtime.said import Said
 
 POLLS_A_LOOK = 32
 """Whoever waits looks so seldom whether another has given up: that the one it waits for has come is more likely."""
 
+LONG_SECONDS = 0.05
+"""After so long a wait has the watch threads of all ranks look where their ranks are."""
 
-class Meeting:
+
+class Meeting(ABC):
     """One rank's end. What is said is said of a generation: until the next reset of the group."""
 
-    def __init__(self, bootstrap: Life, timeout: float, notice: Notice) -> None:
-        """`timeout`: seconds that a wait may take. `notice`: where this rank's kernels look."""
+    def __init__(self, bootstrap: Life, reports: Reports, timeout: float, notice: Notice) -> None:
+        """`reports`: where ranks report what they are about to set up, and why they raise. `timeout`: seconds that a
+        wait may take. `notice`: where this rank's kernels look.
+        """
         self.bootstrap = bootstrap
-        self.said = Said(bootstrap)
+        self.reports = reports
+        self.said = Said(reports, reports.alarm)
         self.timeout = timeout
         self.notice = notice
         self.gone: set[int] = set()
@@ -45,12 +51,33 @@ class Meeting:
     def generation(self) -> int:
         return self.said.generation
 
-    def exchange(self, key: str, value: bytes, what: str, seconds: float | None = None) -> tuple[bytes, ...]:
+    def exchange(
+        self,
+        key: str,
+        value: bytes,
+        what: str,
+        seconds: float | None = None,
+        judge: Judge | None = None,
+    ) -> tuple[bytes, ...]:
         """Every rank's value; `what` they come for, in words, if one does not within `seconds`, or the group's
-        time-out. Raises RendezvousError, PeerError.
+        time-out. With a `judge`, who sees each value as it comes, values lie among the reports, where ranks that wait
+        in kernels see them. Raises RendezvousError, PeerError, AgreementError.
         """
+        began, is_short = time.monotonic(), True
+        elsewhere: set[int] = set()
+
+        def ended(absent: Sequence[int]) -> Mapping[int, str]:
+            nonlocal is_short
+            if is_short and time.monotonic() - began > LONG_SECONDS:
+                is_short = False
+                self.reports.alarm()
+            return self.ended(absent, elsewhere)
+
         key = f"{self.generation}/{key}"
-        return exchange(self.bootstrap, key, value, seconds or self.timeout, what, self.ended)
+        patience = seconds or self.timeout
+        if judge is None:
+            return exchange(self.bootstrap, key, value, patience, what, ended)
+        return exchange(self.reports, key, value, patience, what, ended, judge)
 
     # --- what the watcher says ----------------------------------------------------------------------------------------
 
@@ -67,27 +94,29 @@ class Meeting:
         else:
             self.notice.clear_interrupt()
 
-    def ended(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Of these ranks those that are gone. Raises PeerError where any rank of the group has given up, and
-        KeyboardInterrupt where Python does not: it does in the main thread.
+    def ended(self, ranks: Sequence[int], elsewhere: set[int]) -> dict[int, str]:
+        """Of these ranks those that are gone. Raises as `look` and `absent` do."""
+        found = self.absent(ranks)
+        if self._polls() % POLLS_A_LOOK == 0:
+            self.look(ranks, elsewhere)
+        return found
+
+    def absent(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Of these ranks those that are gone. Raises KeyboardInterrupt where Python does not: it does in the main
+        thread.
         """
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main and time.monotonic() < self._interrupted_until:
             raise KeyboardInterrupt
-        if self._polls() % POLLS_A_LOOK == 0:
-            for rank in range(self.size):
-                if rank != self.rank and (line := self.said.heard(rank)):
-                    raise _told(rank, line)
         return {rank: "is gone" for rank in ranks if rank in self.gone}
+
+    @abstractmethod
+    def look(self, absent: Sequence[int], elsewhere: set[int]) -> None:
+        """Raise PeerError or AgreementError where any rank of the group has given up, or one of the `absent` was and is
+        `elsewhere`, which this notes.
+        """
 
     def asked(self, ranks: Sequence[int]) -> dict[int, str]:
         """Of these ranks, for which this one waited in vain, those that say soon that they gave up, and why."""
         told = self.said.ask([rank for rank in ranks if rank not in self.gone])
         return {rank: line.why for rank, line in told.items()}
-
-
-def _told(rank: int, line: Line) -> PeerError:
-    """What it means that a rank gave up: if for one that is gone, that one is to be named."""
-    if line.gone is not None:
-        return PeerError(line.gone, f"is gone: rank {rank} waited for it")
-    return PeerError(rank, f"gave up: {line.why}")

@@ -7,10 +7,9 @@ kept. Does not check tensors; the op does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -23,10 +22,10 @@ from commdsl.planner.tuning import selection
 from commdsl.planner.tuning.selection import ROOTED, Candidate, Params, Rows
 from commdsl.runtime import given, groups
 from commdsl.runtime.errors import CaptureError, GroupError, TensorError
-from commdsl.runtime.given import Patience, Reduction
+from commdsl.runtime.given import Asked, Patience, Reduction
 from commdsl.runtime.load import load
 from commdsl.runtime.op import Op
-from commdsl.runtime.work import HostWork, Result, Work
+from commdsl.runtime.work import Result, Work, completed
 
 _LOGGER = logging.getLogger("commdsl")
 
@@ -84,16 +83,17 @@ class Alone:
         async_op: bool = False,
         timeout: Patience = None,
         lengths: Sequence[int] | None = None,
+        about: str = "",
     ) -> Result | Work:
         if lengths is not None and {*lengths} != {*x.shape[:1]}:
             raise TensorError(f"of one rank the only length is that of its tensor, {[*x.shape[:1]]}, not {[*lengths]}")
         given.reduction(op)
         given.seconds(timeout)
-        if not async_op:
-            return x.clone()
-        done: Future[Result] = Future()
-        done.set_result(x.clone())
-        return HostWork(done)
+        return completed(x.clone()) if async_op else x.clone()
+
+    def started(self, inputs: Sequence[torch.Tensor], group: Any, asked: Asked, call: Callable[[], Result]) -> Work:
+        """Return the Work of `call`."""
+        return completed(call())
 
     def in_place(self, x: torch.Tensor, group: Any = None, op: Reduction = "sum", timeout: Patience = None) -> None:
         self(x.new_empty(0), op=op, timeout=timeout)
@@ -141,18 +141,28 @@ def run(
     timeout: Patience = None,
     wire: str | None = None,
     lengths: Sequence[int] | None = None,
+    about: str = "",
 ) -> Any:
     """One call; `nbytes` is the larger side. `wire`: the element type that values travel in, their own unless said.
-    `lengths`: of blocks that have lengths of their own, as for an op.
+    `lengths`: of blocks that have lengths of their own, and `about`, as for an op.
     """
-    if wire is not None:
-        chosen = compressed(collective, wire, size(group))
-    elif lengths is not None:
-        chosen = uneven(collective, group, x, lengths)
-    else:
-        chosen = of_group(collective, group, x.device, root).op(nbytes)
+    if async_op and torch.compiler.is_compiling():
+        from commdsl.runtime.traced import untraced  # a second, where torch has traced nothing yet
+
+        settings = {"op": op, "root": root, "timeout": timeout, "wire": wire, "lengths": lengths}
+        return untraced(run, collective, x, nbytes, group, async_op=True, **settings)
     try:
-        return chosen(x, group=group, op=op, async_op=async_op, timeout=timeout, lengths=lengths)
+        if wire is not None:
+            chosen = compressed(collective, wire, size(group))
+        elif lengths is not None:
+            chosen = uneven(collective, group, x, lengths)
+        else:
+            chosen = of_group(collective, group, x.device, root).op(nbytes)
+    except BaseException as error:
+        groups.report(error, group, (x,), collective)
+        raise
+    try:
+        return chosen(x, group=group, op=op, async_op=async_op, timeout=timeout, lengths=lengths, about=about)
     except CaptureError as error:
         if lengths is not None:
             what = f"`{collective}` of unequal blocks runs `{chosen.name}`, which is not set up"
@@ -205,16 +215,35 @@ def uneven(collective: str, group: Any, x: torch.Tensor, lengths: Sequence[int])
     return loaded(Candidate(UNEVEN[collective], tune=tune), ranks)
 
 
-def all_reduce_in_place(x: torch.Tensor, group: Any, op: Reduction = "sum", timeout: Patience = None) -> None:
-    """Within x where the schedule is proved to allow it, else by a copy of the result."""
-    chosen = of_group("all_reduce", group, x.device).op(x.nbytes)
+def all_reduce_in_place(
+    x: torch.Tensor, group: Any, op: Reduction = "sum", timeout: Patience = None, *, async_op: bool = False
+) -> Work | None:
+    """Within x where the schedule is proved to allow it, else by a copy of the result. With `async_op` its Work."""
+    if async_op and torch.compiler.is_compiling():
+        from commdsl.runtime.traced import untraced  # a second, as above
+
+        return untraced(all_reduce_in_place, x, group, op, timeout, async_op=True)  # type: ignore[no-any-return]
     try:
-        if chosen.works_in_place:
-            chosen.in_place(x, group=group, op=op, timeout=timeout)
-        else:
-            x.copy_(chosen(x, group=group, op=op, timeout=timeout))  # type: ignore[arg-type]  # without async_op it is a tensor
+        chosen = of_group("all_reduce", group, x.device).op(x.nbytes)
+    except BaseException as error:
+        groups.report(error, group, (x,), "all_reduce_")
+        raise
+    try:
+        if not async_op:
+            _overwrite(chosen, x, group, op, timeout)
+            return None
+        call = partial(_overwrite, chosen, x, group, op, timeout)
+        return chosen.started((x,), group, given.asked(op, timeout, None), call)
     except CaptureError as error:
         raise _unprepared("all_reduce", x.nbytes, chosen, error) from error
+
+
+def _overwrite(chosen: AnyOp, x: torch.Tensor, group: Any, op: Reduction, timeout: Patience) -> torch.Tensor:
+    if chosen.works_in_place:
+        chosen.in_place(x, group=group, op=op, timeout=timeout)
+    else:
+        x.copy_(chosen(x, group=group, op=op, timeout=timeout))  # type: ignore[arg-type]  # without async_op it is a tensor
+    return x
 
 
 def _unprepared(collective: str, nbytes: int, chosen: AnyOp, error: CaptureError) -> CaptureError:

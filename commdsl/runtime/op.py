@@ -6,35 +6,30 @@ call.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, Never, TypeAlias
 
 import torch
 
 from commdsl.cost.profile import Profile
 from commdsl.ir.backward import Backward
-from commdsl.ir.held import Held
-from commdsl.machine.config import from_environment
-from commdsl.program.memory import Transport
-from commdsl.program.visited import landing
 from commdsl.runtime import autograd, eager, given, groups, pickled, tensors, uneven
 from commdsl.runtime.calls import MAX_KEPT, MAX_LENGTHS, Bound, keep_call
+from commdsl.runtime.compiled import CompiledOp
 from commdsl.runtime.device import DeviceCommunicator
 from commdsl.runtime.errors import GradientError, OpError, TensorError
 from commdsl.runtime.functions import Function, by_name, split
 from commdsl.runtime.given import Asked, Patience, Reduction
 from commdsl.runtime.host import HostCommunicator
 from commdsl.runtime.products import Multiplying, multiplying
-from commdsl.runtime.program import Definition, Program, program
+from commdsl.runtime.program import Definition
 from commdsl.runtime.stamps import StampedStart, Stamps, of_launch
-from commdsl.runtime.starts import check_reductions, prepared, programs, travelling
+from commdsl.runtime.starts import check_reductions, prepared, travelling
 from commdsl.runtime.timing import Timing
 from commdsl.runtime.visits import Visiting
-from commdsl.runtime.work import DeviceWork, HostWork, Result, Work
+from commdsl.runtime.work import Result, Work, on_stream, on_thread
 from commdsl.runtime.workspace import listed
 
 Inverse: TypeAlias = "Callable[[Backward, int], Op]"
@@ -47,28 +42,15 @@ Load: TypeAlias = "Callable[..., Op]"
 """`load`, with arguments by their names."""
 
 
-class Op:
+class Op(CompiledOp):
     """A schedule that can be called. One object serves every group: it is compiled per number of ranks."""
 
     def __init__(self, name: str, definition: Definition, ranks: int, inverse: Inverse, load: Load) -> None:
-        self.name = name
+        super().__init__(name, definition, ranks)
         self._load, self._inverse = load, inverse
-        self.definition = definition
-        self.ranks = ranks  # assumed where a group is not known: tracing without one
-        self._programs: dict[tuple[int, Transport], Program] = {}
         self._calls: dict[tuple[object, ...], Bound | Multiplying] = {}
         self._visiting: dict[tuple[object, ...], Visiting] = {}
-        self._lock = threading.Lock()
         self._stamped: Op | None = None  # the same with time stamps
-        # Kept apart from the programs: `torch.compile` traces through a call as far as these.
-        called, plain = self.program(ranks).called, self.program(ranks).signature
-        self.input_names = tuple(port.name for port in called.inputs)
-        self.num_inputs = len(plain.inputs)
-        self.num_scales = len(plain.scales)  # that may follow
-        self.has_reduction = plain.has_reduction
-        self.has_lengths = plain.lengths is not None
-        self.overwritten = plain.in_place or ()  # which inputs
-        self.works_in_place = plain.in_place is not None
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(self._load, **pickled.arguments(self.definition, self.ranks)), ()
@@ -79,24 +61,15 @@ class Op:
     def __deepcopy__(self, memo: object) -> Op:
         return self  # a module that holds one may be copied: there is one object of a name, and it holds no weights
 
-    def __repr__(self) -> str:
-        return f"<commdsl op {self.name}>"
-
-    def program(self, ranks: int, transport: Transport = Transport.PEER) -> Program:
-        with self._lock:
-            found = self._programs.get((ranks, transport))
-            if found is None:
-                found = program(self.definition, ranks, transport, from_environment())
-                self._programs[ranks, transport] = found
-            return found
-
-    def traced(self, group_name: str) -> Program:
-        """What shapes depend on: the group's size, or the assumed one where the group is not known."""
-        return self.program(groups.size_of(group_name) or self.ranks)
-
     def inverse(self, way: Backward, group_name: str) -> Op:
         """The op of a way back from this one."""
         return self._inverse(way, self.traced(group_name).plan.num_ranks)
+
+    def release(self, group: Any = None) -> None:
+        """Collective: gives back the symmetric memory of this op on the group."""
+        super().release(group)
+        if self._stamped is not None:
+            self._stamped.release(group)
 
     def __call__(
         self,
@@ -106,6 +79,8 @@ class Op:
         async_op: bool = False,
         timeout: Patience = None,
         lengths: Sequence[int] | None = None,
+        about: str = "",
+        **others: Never,
     ) -> Result | Work:
         """The outputs, new tensors; with `async_op` a Work whose `wait()` returns them. Where float8 is multiplied two
         scales follow the inputs, float32 numbers, of the rows and of the factor.
@@ -113,13 +88,25 @@ class Op:
         `lengths`: where blocks have lengths of their own, those that this rank knows, in rows of the first dimension:
         one for each rank; or, of pairs of ranks, for each what is sent to it, then for each what comes from it.
 
-        `timeout`: how long a wait for another rank may take in this call, in seconds or as a timedelta; the group's
-        unless said. A graph that captures the call keeps the time-out it was captured with.
+        `timeout`: how long a wait may take in this call, and in a graph that captures it, in seconds or as a timedelta;
+        default: the group's. `about`: what else all ranks must agree on, in words (C964).
         """
-        asked = given.asked(op, timeout, lengths)
-        if async_op:
-            return self._start(inputs, groups.name_of(group), asked)
-        return self._result(inputs, group, asked)
+        if others:
+            given.unexpected(self.name, Op.__call__, others, self.input_names)
+        try:
+            asked = given.asked(op, timeout, lengths, about)
+            if not async_op:
+                return self._result(inputs, group, asked)
+            if torch.compiler.is_compiling():
+                from commdsl.runtime.traced import untraced  # a second, where torch has traced nothing yet
+
+                settings = {"group": group, "op": op, "timeout": timeout, "lengths": lengths, "about": about}
+                work: Work = untraced(self, *inputs, async_op=True, **settings)
+                return work
+            return self.started(inputs, group, asked, partial(self._result, inputs, group, asked))
+        except BaseException as error:
+            groups.report(error, group, inputs, self.name)
+            raise
 
     @property
     def stamped(self) -> Op:
@@ -137,12 +124,15 @@ class Op:
         op: Reduction = "sum",
         timeout: Patience = None,
         lengths: Sequence[int] | None = None,
+        **others: Never,
     ) -> tuple[Result, Profile]:
         """What a call returns, without a gradient, and when what this rank did for it began and ended.
 
         Collective as a call is, which is over with this. It is the last of several that are made: ranks come to it at
         the same time, and what takes a while the first time is over. Raises OpError where it has no time stamps.
         """
+        if others:
+            given.unexpected(f"{self.name}.profiled", Op.profiled, others, self.input_names)
         given.tensors(self.name, inputs, self.num_inputs, self.num_scales)
         inputs = tuple(tensor.detach() for tensor in inputs)
         if not (plan := self.program(self.ranks).plan).is_visited and plan.moves.has_heads:
@@ -160,16 +150,23 @@ class Op:
         op: Reduction = "sum",
         timeout: Patience = None,
         lengths: Sequence[int] | None = None,
+        **others: Never,
     ) -> None:
         """Overwrites the `inout` tensors; only for schedules that are proved to allow it. The rest as for a call."""
-        asked = given.asked(op, timeout, lengths)
-        if not self.works_in_place:
-            raise TensorError(f"`{self.name}` cannot work in place: a chunk would be overwritten before it is read")
-        if len(inputs) == self.num_inputs and eager.skips_dispatcher(inputs):
-            self.bound(inputs, group, asked, in_place=True)(inputs)
-            autograd.count_write(self, inputs)
-        else:
-            self._dispatch(f"{self.name}_", inputs, group, asked)
+        if others:
+            given.unexpected(f"{self.name}.in_place", Op.in_place, others, self.input_names)
+        try:
+            asked = given.asked(op, timeout, lengths)
+            if not self.works_in_place:
+                raise TensorError(f"`{self.name}` cannot work in place: a chunk would be overwritten before it is read")
+            if len(inputs) == self.num_inputs and eager.skips_dispatcher(inputs):
+                self.bound(inputs, group, asked, in_place=True)(inputs)
+                autograd.count_write(self, inputs)
+            else:
+                self._dispatch(f"{self.name}_", inputs, group, asked)
+        except BaseException as error:
+            groups.report(error, group, inputs, self.name)
+            raise
 
     def _result(self, inputs: tuple[torch.Tensor, ...], group: Any, asked: Asked) -> Result:
         if len(inputs) - self.num_inputs in (0, self.num_scales):
@@ -191,27 +188,23 @@ class Op:
         tail = (groups.name_of(group), *reduction, asked.seconds, *inputs[self.num_inputs :])
         return getattr(torch.ops.commdsl, name)(*inputs[: self.num_inputs], *lengths, *tail)
 
-    def _start(self, inputs: tuple[torch.Tensor, ...], name: str, asked: Asked) -> Work:
-        self._check(inputs, name, asked)
+    def started(self, inputs: Sequence[torch.Tensor], group: Any, asked: Asked, call: Callable[[], Result]) -> Work:
+        """Return the Work of `call`, a call of this op on these tensors, behind calls that were started before."""
+        name = groups.name_of(group)
+        self._check(tuple(inputs), name, asked)
         comm = groups.of(name, inputs[0].device)
         if isinstance(comm, DeviceCommunicator):
-            side, current = comm.side_stream, torch.cuda.current_stream(comm.index)
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                result = self._result(inputs, name, asked)
-                event = torch.cuda.Event()
-                event.record(side)
-            for tensor in inputs:
-                tensor.record_stream(side)
-            return DeviceWork(result, event, side, comm)
+            return on_stream(call, inputs, comm.side_stream, comm.check)
         assert isinstance(comm, HostCommunicator)
-        grad = torch.is_grad_enabled()
 
-        def call() -> Result:
-            with torch.set_grad_enabled(grad):
-                return self._result(inputs, name, asked)
+        def reported() -> Result:
+            try:
+                return call()
+            except BaseException as error:
+                comm.report(error, self.name)
+                raise
 
-        return HostWork(comm.submit(call))
+        return on_thread(reported, comm.submit)
 
     def visit(
         self,
@@ -242,6 +235,23 @@ class Op:
         If `fn` raises, the other ranks still get all that is theirs and the group can be used; where what it was to
         write travels on, the group is broken until every rank has called `commdsl.reset()`, and the exception says so.
         """
+        try:
+            return self._visit(arguments, group, op, timeout, timing, about, last, functions)
+        except BaseException as error:
+            groups.report(error, group, arguments, f"{self.name}.visit")
+            raise
+
+    def _visit(
+        self,
+        arguments: tuple[Any, ...],
+        group: Any,
+        op: Reduction,
+        timeout: Patience,
+        timing: Timing | None,
+        about: str,
+        last: int | None,
+        functions: Mapping[str, Function],
+    ) -> Result:
         inputs, known = split(self.name, arguments, functions)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
             raise GradientError(
@@ -271,47 +281,24 @@ class Op:
             keep_call(self._visiting, key, found, MAX_KEPT)
         return found(inputs, functions_of, timing, last)
 
-    def held(self, group: Any = None) -> tuple[Held, ...]:
-        """What each visit is handed on every rank of the group: for each buffer that its yield names, of every chunk
-        the rank and the chunk there that it was given in, int32 (ranks, chunks, 2); -1, -1 where a chunk is not new at
-        that visit, or was not given: a function made it, or it is a sum. Raises OpError where there is no `yield`.
-        """
-        visits = self.traced(groups.name_of(group)).visited
-        if visits is None:
-            raise OpError(f"`{self.name}` has no `yield`: it hands nothing over")
-        return visits.held
-
-    def lands(self, group: Any = None) -> bool:
-        """Whether what a visit is handed may lie in symmetric memory, which the next call has: to keep it, copy it."""
-        return any(landing(one.plan) for one in (self.traced(groups.name_of(group)).visited,) if one is not None)
-
-    def synchronize(self, group: Any = None) -> None:
-        """Waits for this rank's calls on the group and raises what went wrong in them."""
-        for comm in groups.every(groups.name_of(group)):
-            comm.finish()
-            comm.settle()
-
-    def release(self, group: Any = None) -> None:
-        """Collective: gives back the symmetric memory of this op on the group."""
-        for comm in groups.every(groups.name_of(group)):
-            known = self.program(comm.size, comm.transport)
-            launched = {} if known.visits is None else programs(known.visits)
-            for one in (known, *chain.from_iterable(launched.values())):
-                comm.release(one.emitted.identity)
-            comm.release_region(self.name)
-        if self._stamped is not None:
-            self._stamped.release(group)
-
     # --- what torch calls ------------------------------------------------------------------------------------------
 
     def functional(self, *arguments: Any) -> Result:
         inputs, group_name, asked = self.split(arguments)
-        outputs = self.bound(inputs, group_name, asked)(inputs)
+        try:
+            outputs = self.bound(inputs, group_name, asked)(inputs)
+        except BaseException as error:
+            groups.report(error, group_name, inputs, self.name)
+            raise
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def mutating(self, *arguments: Any) -> None:
         inputs, group_name, asked = self.split(arguments)
-        self.bound(inputs, group_name, asked, in_place=True)(inputs)
+        try:
+            self.bound(inputs, group_name, asked, in_place=True)(inputs)
+        except BaseException as error:
+            groups.report(error, group_name, inputs, self.name)
+            raise
 
     def fake(self, *arguments: Any) -> Result:
         inputs, group_name, asked = self.split(arguments)

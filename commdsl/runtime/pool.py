@@ -94,6 +94,7 @@ class Pool:
             [Place(address + call * there) for call in range(calls)],
             [Place(middle + call * back) for call in range(calls)],
         )
+        self._loans: list[Place] = []
 
     def empty(self, rows: Sequence[int], like: Sequence[torch.Tensor], *, goes: bool, keep: bool) -> list[torch.Tensor]:
         """New tensors for the results of one call, `goes` there or back, with `rows` rows like those of others; their
@@ -115,13 +116,25 @@ class Pool:
         self, place: Place, results: Results, like: Sequence[torch.Tensor], *, goes: bool, keep: bool
     ) -> list[torch.Tensor]:
         if place.form != results:
-            with torch.inference_mode(mode=False):  # what is taken later may need a gradient
-                place.shape(results, self._at(place, results, like, goes=goes))
+            self._shape(place, results, like, goes=goes)
         place.is_kept = keep
         return place.results()
 
+    def lend(self, results: Results, like: Sequence[torch.Tensor], *, goes: bool) -> list[torch.Tensor]:
+        """Tensors over the memory that `take` will return next, which stays free for that call. While one is held the
+        memory stays allocated, also after a release.
+        """
+        loan = Place(self._free(goes).address)
+        self._shape(loan, results, like, goes=goes)
+        self._loans = [*(one for one in self._loans if one.is_held), loan]
+        return loan.results()
+
+    def _shape(self, place: Place, results: Results, like: Sequence[torch.Tensor], *, goes: bool) -> None:
+        with torch.inference_mode(mode=False):  # a tensor of a later call may need a gradient
+            place.shape(results, self._at(place, results, like, goes=goes))
+
     def look(self, results: Results, like: Sequence[torch.Tensor], *, goes: bool) -> list[torch.Tensor]:
-        """What `take` will return next, without taking it."""
+        """What `take` will return next, without taking it, to be copied at once: it does not keep the memory."""
         return self._at(self._free(goes), results, like, goes=goes)
 
     def _at(self, place: Place, results: Results, like: Sequence[torch.Tensor], *, goes: bool) -> list[torch.Tensor]:
@@ -141,8 +154,8 @@ class Pool:
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody holds a result."""
-        return any(place.is_held for places in self._places for place in places)
+        """Whether somebody holds a result, or a tensor that was lent."""
+        return any(place.is_held for places in (*self._places, self._loans) for place in places)
 
     @property
     def is_idle(self) -> bool:

@@ -325,7 +325,15 @@ def _stacked(port: Port, block: list[Any]) -> list[Any]:
 def described(name: str, inputs: Sequence[torch.Tensor], op: str) -> str:
     """A call in words, as ranks compare it."""
     shapes = (f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in inputs)
-    return f"`{name}` of {', '.join(shapes)} by {op}"
+    return f"`{name}` of {', '.join(shapes)} by {op}{in_backward()}"
+
+
+def in_backward() -> str:
+    """Return words that tell a call of a backward pass from the same call outside of one; empty outside.
+
+    A rank whose input requires no gradient makes no call in the backward pass; its next one would meet those of others.
+    """
+    return ", in a backward pass" if torch._C._current_graph_task_id() != -1 else ""
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

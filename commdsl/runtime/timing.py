@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -21,6 +22,12 @@ from commdsl.runtime.workspace import ALONE, Meanwhile, Start, nothing
 
 Span: TypeAlias = tuple[Any, Any]
 """Two marks of a clock."""
+
+
+MILLISECONDS = MappingProxyType(
+    {"total_time": "total", "comm_total_time": "communication", "comp_total_time": "computation"}
+)
+"""The attribute behind each key of a profile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +42,24 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class CallTimes:
-    """A call's visits, and the seconds that it took in all: those of `exposed`, `computation` and what came after."""
+class CallTimes(Mapping[str, float]):
+    """The times of a call and of its steps, in seconds: `total` is `exposed`, `computation` and the rest of the call.
+
+    As a mapping it has the keys of Hamilton Attention's profiles, in milliseconds: total_time, comm_total_time and
+    comp_total_time.
+    """
 
     total: float
     steps: tuple[StepTimes, ...]
+
+    def __getitem__(self, key: str) -> float:
+        return 1e3 * getattr(self, MILLISECONDS[key])  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(MILLISECONDS)
+
+    def __len__(self) -> int:
+        return len(MILLISECONDS)
 
     @property
     def communication(self) -> float:

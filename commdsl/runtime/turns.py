@@ -84,6 +84,33 @@ def have_turns(plan: Plan) -> bool:
     )
 
 
+def unordered(plan: Plan, places: Places) -> Visit | None:
+    """Return the first product that may run before what it depends on, or None if the words of the kernel order all.
+
+    The kernel waits for launches alone. A product of an earlier turn is over for certain only if a launch that waited
+    for it is awaited: by the word of the source before rows and factor are read, by any word of the turn before its
+    result is written. Nothing waits for the bias and the residual, so nothing in the call may write them.
+    """
+    beside, first = launches(plan), 0
+    over = [0, *accumulate((launch.after for launch in beside), max)]  # products, by how many launches are over
+    written = {kept for launch in beside for kept in launch.writes}
+    for products, turn in zip(summed(products_of(plan)), turns_of(plan, places), strict=True):
+        before = products_of(plan)[:first]
+        end = over[max(turn.sums_there, *(source.there for source in turn.sources)) + 1]
+        made = {kept for one in before for kept in one.writes}
+        for one, source in zip(products, turn.sources, strict=True):
+            begun = over[source.there + 1]
+            for number, other in enumerate(before):
+                is_read_early = number >= begun and {*one.reads[:2]} & {*other.writes}
+                touched = {*other.reads, *other.writes} & {*one.writes} or {*_sums(one)} & {*other.writes}
+                if is_read_early or (number >= end and touched):
+                    return one
+            if {one.reads[1], *filter(None, given_to(one))} & (written | made):
+                return one
+        first += len(products)
+    return None
+
+
 def are_copies_left(plan: Plan) -> bool:
     """Whether nothing else touches what products copy: no word says that it is there before the kernel ends."""
     products = products_of(plan)

@@ -22,6 +22,7 @@ from commdsl.program.plan import Plan
 from commdsl.program.stamps import Layout, Task, alone, task
 from commdsl.program.visited import ended, landing, launches, plan_of, started, turns
 from commdsl.runtime import tensors
+from commdsl.runtime.breaking import settle
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.errors import TensorError
 from commdsl.runtime.functions import Function, has_out
@@ -143,6 +144,7 @@ class Visiting:
         with self._communicator.whole():
             failure = self._run(streams, functions, held, bases, results)
         if failure is not None:
+            settle(failure)  # the others have all that is theirs
             try:
                 raise failure
             finally:

@@ -1,4 +1,4 @@
-"""Turns the end of a peer's process, and Ctrl-C, into something that who waits for the peer looks at.
+"""Turns the end of a peer's process, what peers report, and Ctrl-C into something that who waits for them looks at.
 
 Assumes Linux's pidfds. Does not raise anything: who is watched for decides what becomes of its waits. Where a peer is
 on another machine or in another pid namespace nothing is known of its process, and its end is left to the time-out.
@@ -19,15 +19,21 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Protocol
+
+from commdsl.runtime.bootstrap import SharedBootstrap, alarms
 
 INTERRUPT_SECONDS = 2.0
 """So long after Ctrl-C waits give up: more than a wait has to last for that."""
 
 LOOK_SECONDS = 0.25
-"""So often the thread looks whether a peer has lost its memory."""
+"""So often the thread looks whether a peer has lost its memory, and whether any rank has reported something."""
+
+SOON_SECONDS = 0.05
+"""So often it looks where a report may come to concern a rank of this process."""
 
 POKE = b"\0"
 """Wakes the thread to look anew; signals come as their numbers, from 1 on."""
@@ -39,6 +45,15 @@ class Watched(Protocol):
     @property
     def processes(self) -> Sequence[str]:
         """By rank who it is, as `own_process` says there."""
+        ...
+
+    @property
+    def everyone(self) -> SharedBootstrap:
+        """Where all processes report."""
+        ...
+
+    def hear(self, world: SharedBootstrap) -> bool:
+        """Look at what peers report, through this end of `everyone`; whether to look again soon."""
         ...
 
     def mark_gone(self, rank: int) -> None: ...
@@ -94,6 +109,15 @@ def _has_memory(process: str) -> bool:
         return False
 
 
+@dataclass(slots=True)
+class _Ear:
+    """An end of the thread's own at what all processes report; None where it does not answer."""
+
+    world: SharedBootstrap | None
+    heard: int = -1  # how many alarms
+    is_waiting: bool = False  # for a rank of this process
+
+
 class Watcher:
     """Of one process: whom it watches for, and the thread that does while there is somebody."""
 
@@ -107,6 +131,7 @@ class Watcher:
         self._peers: dict[str, int | None] = {}  # the processes watched, with their descriptors; None: ended
         self._ears: tuple[socket.socket, socket.socket] | None = None
         self._is_hooked = False  # to Ctrl-C
+        self._worlds: dict[SharedBootstrap, _Ear] = {}  # by the end of whom it watches for; the thread's alone
 
     def add(self, one: Watched) -> None:
         """Watches for it, until it is removed or gone itself. Of ranks that have ended already it learns before this
@@ -173,7 +198,7 @@ class Watcher:
             poll = select.poll()
             for descriptor in (ear.fileno(), *peers):
                 poll.register(descriptor, select.POLLIN)
-            left = LOOK_SECONDS if peers else None
+            left = SOON_SECONDS if self._hear() else LOOK_SECONDS if peers or self._worlds else None
             if until is not None:
                 left = min(max(0.0, until - time.monotonic()), LOOK_SECONDS)
             found = [descriptor for descriptor, _ in poll.poll(None if left is None else left * 1000)]
@@ -202,6 +227,28 @@ class Watcher:
                 end.close()
             self._ears = None
             return None
+
+    def _hear(self) -> bool:
+        """Passes on what ranks have reported; whether some of it waits for a rank of this process."""
+        with self._lock:
+            watched = list(self._watched)
+        by_world: dict[SharedBootstrap, list[Watched]] = {}
+        for one in watched:
+            by_world.setdefault(one.everyone, []).append(one)
+        del watched
+        self._worlds = {world: self._worlds.get(world) or _Ear(_apart(world)) for world in by_world}
+        for world, ear in self._worlds.items():
+            if ear.world is None:
+                continue
+            try:
+                count = alarms(ear.world)
+                if count != ear.heard or ear.is_waiting:
+                    waiting = [one.hear(ear.world) for one in by_world[world]]
+                    ear.is_waiting = True in waiting
+                    ear.heard = count
+            except RuntimeError:  # of a store whose server has ended: that it has is seen otherwise
+                ear.world, ear.is_waiting = None, False
+        return any(ear.is_waiting for ear in self._worlds.values())
 
     def _heard(self, ear: socket.socket) -> bytes:
         with suppress(BlockingIOError):
@@ -238,6 +285,12 @@ class Watcher:
             if descriptor is not None:
                 os.close(descriptor)
         self._reset()
+
+
+def _apart(world: SharedBootstrap) -> SharedBootstrap | None:
+    with suppress(RuntimeError):  # of a store whose server has ended, or out of descriptors
+        return world.apart()
+    return None
 
 
 def _takes_interrupts() -> bool:

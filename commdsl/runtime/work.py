@@ -1,4 +1,4 @@
-"""Turns a call made with `async_op=True` into something to wait for, which torch takes for one of its own.
+"""Turns a call made with `async_op=True` into a Work, a subclass of torch's.
 
 Assumes the call was started. `wait` on a GPU makes the current stream wait. Does not make the host wait there, unless
 it is given a time. Where torch's `Work` returns True, `wait` returns the op's outputs.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed import Work as TorchWork
 
-from commdsl.runtime.communicator import Communicator
+from commdsl.runtime.errors import WorkTimeoutError
 
 Result: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -30,12 +31,15 @@ class Work(TorchWork):
 
     @abstractmethod
     def wait(self, timeout: timedelta | float | None = None) -> Any:
-        """The op's outputs, usable from here on; raises what the call raised. TimeoutError when it is not over after so
-        long: it goes on then, and can be waited for again. None, and no time at all: as long as the call takes.
+        """Return the op's outputs, usable from here on; raise what the call raised.
+
+        Raises WorkTimeoutError (C967) where the call is not over after `timeout` seconds: it goes on, and can be waited
+        for again. None or 0: no limit.
         """
 
     @abstractmethod
-    def is_completed(self) -> bool: ...
+    def is_completed(self) -> bool:
+        """Return whether the call is over: its tensors, also those of a call in place, have their results."""
 
     @abstractmethod
     def exception(self) -> BaseException | None:
@@ -43,8 +47,8 @@ class Work(TorchWork):
 
     @abstractmethod
     def get_future(self) -> Any:
-        """A torch.futures.Future of the list of outputs, as a DDP communication hook returns it. On a GPU it is done at
-        once, and who uses its value waits on the stream.
+        """Return a torch.futures.Future of the list of outputs, as a DDP communication hook returns it. On a GPU it is
+        done at once, and the stream that uses its value waits.
         """
 
     def is_success(self) -> bool:
@@ -58,11 +62,12 @@ class Work(TorchWork):
 
 
 class HostWork(Work):
-    """Of a call that runs on a thread."""
+    """The Work of a call that runs on a thread."""
 
     def __init__(self, future: Future[Result]) -> None:
         super().__init__()
         self._future = future
+        self._promise: torch.futures.Future[Any] | None = None  # that torch's users have
         self._is_asked = False
 
     def wait(self, timeout: timedelta | float | None = None) -> Any:
@@ -75,32 +80,36 @@ class HostWork(Work):
             raise _late(seconds) from error
         finally:
             self._is_asked = self._future.done()
+        if self._promise is not None:
+            self._promise.wait()  # the thread sets it behind the other one
         return found
 
     def is_completed(self) -> bool:
-        return self._future.done()
+        return self._future.done() and (self._promise is None or self._promise.done())
 
     def exception(self) -> BaseException | None:
         self._is_asked = self._future.done()
         return self._future.exception() if self._is_asked else None
 
     def get_future(self) -> Any:
-        made: torch.futures.Future[Any] = torch.futures.Future()
-        self._is_asked = True  # by whoever waits for it
-
-        def tell(done: Future[Result]) -> None:
-            error = done.exception()
-            if error is None:
-                made.set_result(tensors_of(done.result()))
-            else:
-                made.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-
-        self._future.add_done_callback(tell)
-        return made
+        self._is_asked = True  # by the one that waits for it
+        if self._promise is None:
+            made: torch.futures.Future[Any] = torch.futures.Future()
+            self._promise = made
+            self._future.add_done_callback(lambda done: _pass_on(done, made))
+        return self._promise
 
     def __del__(self) -> None:
         if not self._is_asked:
             self._future.add_done_callback(_log)
+
+
+def _pass_on(done: Future[Result], promise: torch.futures.Future[Any]) -> None:
+    error = done.exception()
+    if error is None:
+        promise.set_result(tensors_of(done.result()))
+    else:
+        promise.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
 
 def _log(done: Future[Result]) -> None:
@@ -110,14 +119,16 @@ def _log(done: Future[Result]) -> None:
 
 
 class DeviceWork(Work):
-    """Of a call on the stream `side` of a GPU."""
+    """The Work of a call on a stream of a GPU."""
 
-    def __init__(self, result: Result, event: Any, side: Any, communicator: Communicator) -> None:
+    def __init__(self, result: Result, stream: Any, check: Callable[[], None]) -> None:
+        """`stream`: the call was the last thing put on it; `check` raises what kernels have reported."""
         super().__init__()
         self._result = result
-        self._event = event
-        self._side = side
-        self._communicator = communicator
+        self._event = torch.cuda.Event()
+        self._event.record(stream)
+        self._stream = stream
+        self._check = check
 
     def wait(self, timeout: timedelta | float | None = None) -> Any:
         seconds = seconds_of(timeout)
@@ -126,7 +137,7 @@ class DeviceWork(Work):
             if time.monotonic() > deadline:
                 raise _late(seconds)
             time.sleep(POLL_SECONDS)
-        self._communicator.check()
+        self._check()
         stream = torch.cuda.current_stream()
         stream.wait_event(self._event)
         for tensor in tensors_of(self._result):
@@ -138,7 +149,7 @@ class DeviceWork(Work):
 
     def exception(self) -> BaseException | None:
         try:
-            self._communicator.check()
+            self._check()
         except BaseException as error:
             return error
         return None
@@ -146,41 +157,42 @@ class DeviceWork(Work):
     def get_future(self) -> Any:
         found = tensors_of(self._result)
         made: torch.futures.Future[Any] = torch.futures.Future(devices=[found[0].device])
-        with torch.cuda.stream(self._side):  # its value is there when this stream has come so far
+        with torch.cuda.stream(self._stream):  # its value is there when this stream has come so far
             made.set_result(found)
         return made
 
 
-class CopyBack(Work):
-    """Of an in-place call: the tensor has its result once it was waited for."""
+def on_stream(
+    call: Callable[[], Result], inputs: Sequence[torch.Tensor], stream: Any, check: Callable[[], None]
+) -> Work:
+    """Return the Work of a call that is put on a stream behind the current one."""
+    stream.wait_stream(torch.cuda.current_stream(inputs[0].device))
+    with torch.cuda.stream(stream):
+        result = call()
+    for tensor in inputs:
+        tensor.record_stream(stream)  # its memory is not used again before the call is over
+    return DeviceWork(result, stream, check)
 
-    def __init__(self, x: torch.Tensor, work: Work) -> None:
-        super().__init__()
-        self._x = x
-        self._work = work
-        self._is_copied = False
 
-    def wait(self, timeout: timedelta | float | None = None) -> Any:
-        result = self._work.wait(timeout)
-        return self._copied(result)
+def on_thread(call: Callable[[], Result], submit: Callable[[Callable[[], Result]], Future[Result]]) -> Work:
+    """Return the Work of a call that another thread makes, in the modes of this one."""
+    has_gradients, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
-    def _copied(self, result: torch.Tensor) -> torch.Tensor:
-        if not self._is_copied:
-            self._x.copy_(result)
-            self._is_copied = True
-        return self._x
+    def run() -> Result:
+        with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients):
+            return call()
 
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
+    return HostWork(submit(run))
 
-    def exception(self) -> BaseException | None:
-        return self._work.exception()
 
-    def get_future(self) -> Any:
-        def copy(done: Any) -> list[torch.Tensor]:
-            return [self._copied(done.value()[0])]
-
-        return self._work.get_future().then(copy)
+def completed(result: Result) -> Work:
+    """Return the Work of a call that waits for nothing but the current stream."""
+    first, *_ = tensors_of(result)
+    if first.is_cuda:
+        return DeviceWork(result, torch.cuda.current_stream(first.device), lambda: None)
+    done: Future[Result] = Future()
+    done.set_result(result)
+    return HostWork(done)
 
 
 def tensors_of(result: Result) -> list[torch.Tensor]:
@@ -193,5 +205,5 @@ def seconds_of(timeout: timedelta | float | None) -> float | None:
     return seconds or None
 
 
-def _late(seconds: float | None) -> TimeoutError:
-    return TimeoutError(f"the call is not over after {seconds:g} s; it goes on")
+def _late(seconds: float | None) -> WorkTimeoutError:
+    return WorkTimeoutError(f"the call is not over after {seconds:g} s; it goes on, and can be waited for again")

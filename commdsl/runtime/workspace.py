@@ -146,13 +146,15 @@ class Workspace:
         """
         size = _size(self.plan.moves, launch)
         words = f"`{self.plan.name}` on {size} of {dtype}" + (f", {op}" if self.plan.moves.asks else "")
-        digest = self._desk.said.digest(words + listed(about), emitted.identity)
+        digest = self._desk.said.digest(words + listed(about), emitted.identity, self.plan.span.source.name)
         values = {**self.every_call, "tensors": (), "landing": (), "stamps": 0, "digest": digest}
         values |= launch.arguments_of(self.plan.moves, self._reach.rank)
         values |= timeout_argument(seconds)
         first = "stamps" if self.plan.stamped else "landing" if self.plan.moves.lands else "tensors"
         changing = (first, "tensors")
-        return Prepared(self.plan, values, changing, launch)
+        prepared = Prepared(self.plan, values, changing, launch)
+        prepared.words = self._desk.said.known(digest) or prepared.words
+        return prepared
 
     def failure(self) -> BaseException | None:
         """What a kernel of this rank reported, if one did."""

@@ -6,6 +6,7 @@ stamps    time stamps of a call, which rank 0 prints: the time that they say is 
 beside    while NCCL sums up on another stream, begun before the product on every other rank and behind it on the rest
 groups    of two groups at once, on two streams, begun by all ranks in one order
 compiled  by torch.compile(mode="reduce-overhead"), which makes the first call in the pool of its graphs, and then those
+order     a schedule whose products depend on each other: torch multiplies, a warning says so, and numbers are right
 storm     calls of random shapes in random order, eagerly and replayed, GPU and host delays, no barrier in between; some
           eager ones on tensors where others were before, some not
 gradients those of rows, of weights, of a bias and of a residual
@@ -20,6 +21,7 @@ What a rank must hold says `products.py`. Exit code 1: a wrong result, an except
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import sys
@@ -68,6 +70,8 @@ SIZES = (
 )
 """Rows of a rank, K and N."""
 
+EARLIER = Path(__file__).resolve().parents[1] / "earlier_product.comm"
+ORDERED = 32
 CALLS = 3
 BESIDE = 20
 COMPILED = 6  # one that is made, one that is captured, and replays
@@ -290,6 +294,49 @@ def compiled(run: Parts) -> None:
     each("compiled", COMPILED, work, CROWDED, run)
 
 
+class Ordered(Repeated):
+    """Calls of a schedule in which a product adds what an earlier one makes."""
+
+    ROWS, DEPTH, COLUMNS = 4096, 96, 1280
+
+    def __init__(self, run: Parts) -> None:
+        super().__init__(run)
+        self.op = commdsl.load(EARLIER, ranks=run.ranks)
+        self.x, self.w = self.drawn(0, run.rank)
+
+    def drawn(self, seed: int, rank: int) -> tuple[Any, Any]:
+        dice = torch.Generator(self.run.device).manual_seed(seed)
+        rows = self.ROWS if self.run.on_gpu else HOST
+        draw = partial(torch.randint, -1, 2, generator=dice, device=self.run.device)
+        x = draw((self.run.ranks, 2 * rows, self.DEPTH)).to(DTYPE)
+        return x[rank], draw((self.run.ranks, self.COLUMNS, self.DEPTH)).to(DTYPE)[rank]
+
+    def fill(self, seed: int) -> None:
+        for to, values in zip((self.x, self.w), self.drawn(seed, self.run.rank), strict=True):
+            to.copy_(values)
+
+    def made(self) -> Any:
+        return self.op(self.x, self.w)
+
+    def is_wrong(self, seed: int, found: Any) -> Any:
+        (x, w), (before, _) = (self.drawn(seed, at % self.run.ranks) for at in (self.run.rank, self.run.rank - 1))
+        here, came = x.double().chunk(2), before.double().chunk(2)[0]
+        wanted = torch.cat([here[0] + here[1], came]) @ w.double().t()
+        return ~self.run.same("an earlier product", found, wanted.to(DTYPE))
+
+
+def order(run: Parts) -> None:
+    def work() -> int:
+        with mock.patch.object(logging.getLogger("commdsl"), "warning") as warned:
+            made = Ordered(run)
+            for seed in range(ORDERED):
+                made.call(seed)
+        said = [one.args for one in warned.call_args_list]
+        return int(made.wrong) + (run.on_gpu and not any("has no wait" in text for text, *_ in said))
+
+    run.attempt_in_time(Part("order", "products that depend on each other", ORDERED), work)
+
+
 def storm(run: Parts) -> None:
     dice = random.Random(run.options.seed)
 
@@ -330,6 +377,7 @@ PARTS = {
     "beside": beside,
     "groups": two_groups,
     "compiled": compiled,
+    "order": order,
     "storm": storm,
     "gradients": partial(each, "gradients", 1, differentiated, SHAPES),
     "graphs": graphs,

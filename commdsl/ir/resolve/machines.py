@@ -22,7 +22,7 @@ from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Label
 from commdsl.language.kinds import LinkScope
 from commdsl.language.source import Span
-from commdsl.machine.topology import NO_LINK, Axis, Link, Rate, Topology, link_of, overlap
+from commdsl.machine.topology import NO_LINK, Axis, Link, Rate, Topology, link_of, overlap, wire_bandwidth
 
 COUNTS = ("nodes", "gpus", "sms")
 TAKEN = (*COUNTS, "node", "gpu")
@@ -79,7 +79,7 @@ class _Machine:
                     case syn.DegradedDecl(pairs, binders, bandwidth):
                         for pair, span in self._rank_pairs(pairs, binders):
                             self._once_pair(pair, span, degraded)
-                            degraded[pair] = (span, _quantity(bandwidth))
+                            degraded[pair] = (span, self._carried(bandwidth, "`missing` takes a link away"))
                     case _:
                         pass
             except Poisoned:
@@ -91,6 +91,7 @@ class _Machine:
         whole = Topology(decl.name.text, nodes, gpus, sms, tuple(links), axes=axes, span=decl.span)
         spans = missing | {pair: span for pair, (span, _) in degraded.items()}
         self._check_linked(whole, spans)
+        self._check_slower(replace(whole, missing=frozenset(missing)), degraded)
         slow = tuple((source, dest, left) for (source, dest), (_, left) in sorted(degraded.items(), key=lambda d: d[0]))
         return replace(whole, missing=frozenset(missing), degraded=slow)
 
@@ -224,9 +225,9 @@ class _Machine:
         self._expect(expr, Kind.CONDITION, near)
         return np.broadcast_to(np.asarray(self.evaluator.number(expr, {**self.scope, **near}), bool), (ranks,))
 
-    def _carried(self, written: syn.Quantity) -> float:
+    def _carried(self, written: syn.Quantity, help: str = "") -> float:
         if written.value <= 0:
-            self.faults.fail("C120", "a link carries something", written.span, "this is nothing")
+            self.faults.fail("C120", "a link carries something", written.span, "this is nothing", help=help)
         return written.value
 
     def _sharing(self, decl: syn.LinkDecl) -> int:
@@ -330,6 +331,22 @@ class _Machine:
                 self.faults.report(
                     "C120", f"ranks {pair[0]} and {pair[1]} have no link to change", span, "has no effect"
                 )
+
+    def _check_slower(self, topology: Topology, degraded: Mapping[tuple[int, int], tuple[Span, float]]) -> None:
+        """What is degraded carries less than its link does."""
+        pairs = np.array(list(degraded), np.int32).reshape(-1, 2)
+        links = link_of(topology, pairs[:, 0], pairs[:, 1])
+        whole = wire_bandwidth(topology, pairs[:, 0], pairs[:, 1], links)
+        told = set[Span]()
+        for (pair, (span, left)), link, rate in zip(degraded.items(), links.tolist(), whole.tolist(), strict=True):
+            ends = f"from rank {pair[0]} to rank {pair[1]}"
+            label, help = f"{ends} the link carries {rate / 1e9:g} GB/s", f"say less than {rate / 1e9:g} GB/s"
+            if pair in topology.missing:
+                label, help = f"the link {ends} is missing", "say one of the two"
+            is_slower = link == NO_LINK or left < rate  # without a link it was reported already
+            if (pair in topology.missing or not is_slower) and span not in told:
+                told.add(span)
+                self.faults.report("C120", "a degraded link is a link, slower than declared", span, label, help=help)
 
 
 def _quantity(quantity: syn.Quantity) -> float:

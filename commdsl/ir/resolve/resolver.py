@@ -59,6 +59,7 @@ class Resolver:
     steps: list[AnyStep] = field(default_factory=list)
     tuning: Tuning = field(default_factory=Tuning)
     role: str | None = None
+    has_empty_loops: bool = False
 
     def __post_init__(self) -> None:
         self.evaluator = Evaluator(self.faults)
@@ -271,6 +272,7 @@ class Resolver:
         """The turns of a loop, from 0, each when its steps are there."""
         first, last, cycles = self.binding.domain(loop.domain, scope)
         self.binding.budget.loop(loop, int(last) - int(first), scope)
+        self.has_empty_loops |= int(last) <= int(first)
         for turn, index in enumerate(range(int(first), int(last))):
             bound = index if cycles is None else Cycle(cycles, index)
             self.binding.budget.spend(1, STATEMENT, "rounds", loop.domain.span)
@@ -346,4 +348,5 @@ class Resolver:
             buffers=self.buffers_list, contracts=tuple(self.contracts),
             cycles=tuple(cycles.declared for cycles in self.cycles), steps=tuple(self.steps), tuning=self.tuning,
             role=self.role, roles=self.role_sets, span=self.decl.span, called=tuple(self.called.values()),
+            has_empty_loops=self.has_empty_loops,
         )  # fmt: skip

@@ -1,7 +1,8 @@
 """Turns what a place holds into one 64-bit number, and such numbers back into words.
 
-Assumes numbers of different values differ: 2^64 of them, mixed, make an accident less likely than a broken processor.
-Does not follow anything; `meaning` and `computes` do, each in its own way.
+Assumes numbers of different values differ: they are made of marks, which are keyed for each process, so two values
+share a number once in 2^64 and nobody can choose which. Does not follow anything; `meaning` and `computes` do, each in
+its own way.
 
 A value is a chunk that a rank was given, or several values combined. Order and nesting of what is combined are part of
 it, as they decide how results are rounded. What combines one value alone is it.
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TypeAlias
-from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.marks import OPENING, finish, mark
 from commdsl.ir.schedules import Buffer, Cast, Schedule
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import GIVEN
@@ -45,28 +47,18 @@ _WORDS = {
     int(MISREAD): "what lies in another form than it is read in",
 }
 
-_OPENING = np.uint64(0x9E3779B97F4A7C15)
-_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+_BEHIND = np.uint64(0xD1342543DE82EF95)
+"""Sets the combination of several apart from what it is combined with: a value may be added to itself."""
 
 MOST_NESTED, MOST_LETTERS = 12, 400
 """How deep and how far a message spells one value out."""
-
-
-def _mix(values: Values) -> Values:
-    """A bijection that looks random (the finisher of SplitMix64), in place."""
-    for shift, factor in zip(_SHIFTS, _FACTORS, strict=False):
-        values ^= values >> shift
-        values *= factor
-    values ^= values >> _SHIFTS[2]
-    return values
 
 
 def given(schedule: Schedule, buffer: int) -> Values:
     """What the caller puts into a buffer: every chunk of every rank, rank by rank, a value of its own."""
     before = sum(earlier.num_chunks for earlier in schedule.buffers[:buffer]) * schedule.num_ranks
     size = schedule.buffers[buffer].num_chunks * schedule.num_ranks
-    return _mix(np.arange(before + 1, before + size + 1, dtype=np.uint64) * _OPENING)
+    return mark(np.arange(before + 1, before + size + 1, dtype=np.uint64))
 
 
 def computed(schedule: Schedule, step: int, buffer: int) -> Values:
@@ -74,7 +66,7 @@ def computed(schedule: Schedule, step: int, buffer: int) -> Values:
     before = sum(earlier.num_chunks for earlier in schedule.buffers[:buffer]) * schedule.num_ranks
     size = schedule.buffers[buffer].num_chunks * schedule.num_ranks
     numbers = np.arange(before + 1, before + size + 1, dtype=np.uint64) + (np.uint64(step + 1) << np.uint64(40))
-    return _mix(numbers * _OPENING)
+    return mark(numbers)
 
 
 def combined(columns: Iterable[Column], operation: str | None = None) -> Values:
@@ -84,13 +76,13 @@ def combined(columns: Iterable[Column], operation: str | None = None) -> Values:
     made, counts, number = np.zeros(0, np.uint64), None, 0
     for number, (operand, valid) in enumerate(columns):
         if counts is None and valid is None:
-            made = operand if number == 0 else _mix((made * _OPENING if number == 1 else made) ^ operand)
+            made = operand if number == 0 else finish(made * (OPENING if number == 1 else _BEHIND) + operand)
             continue
         here = np.ones(len(operand), np.bool_) if valid is None else valid
         if counts is None:
             made = made if number else np.zeros(len(operand), np.uint64)
             counts = np.full(len(operand), number)
-        joined = _mix(np.where(counts == 1, made * _OPENING, made) ^ operand)
+        joined = finish(made * np.where(counts == 1, OPENING, _BEHIND) + operand)
         made = np.where(here, np.where(counts == 0, operand, joined), made)
         counts += here
     if operation is None:
@@ -101,7 +93,8 @@ def combined(columns: Iterable[Column], operation: str | None = None) -> Values:
 
 def applied(function: str, values: Values) -> Values:
     """What a function makes of operands that were combined: another value for every function, and for every order."""
-    return _mix(values ^ np.uint64(crc32(function.encode()) + 1))
+    digest = blake2b(function.encode(), digest_size=8).digest()
+    return finish(values ^ np.uint64(int.from_bytes(digest, "little")))
 
 
 MISWEIGHED = "an average by other weights of "
