@@ -202,6 +202,7 @@ REFUSED = [
     (["check", "spanning", "--ranks", "8"], "`spanning` is for 4 ranks: leave --ranks out"),
     (["compile", "--schedule", "mine"], "--schedule names a declaration of a FILE"),
     (["show", "mine.comm", "--schedule", ""], "--schedule names a declaration of a FILE"),
+    (["run", "alltoall_direct", "--op", "max", "--bytes", "1KB"], "combines nothing: leave out --op max"),
     (["choice", "all_reduce", "64KB", "--ranks", "4", "--heads", ""], "--heads is for `attention`"),
     (["choice", "all_reduce", "64KB", "--ranks", "4", "--on", "dgx1"], "--on is for `attention`"),
     (["choice", "attention", "8K", "--ranks", "4", "--heads", ""], "--heads is a number"),

@@ -185,6 +185,8 @@ def _rounded(value: float) -> int:
 @lru_cache(maxsize=256)
 def choose(machine: Machine, ranks: int, sizes: Sizes) -> Choice:
     """As `choice`, of things made. Raises ArgumentError where the machine is too small or admits no schedule."""
+    if machine.topology.num_ranks < 2:  # of a device, as many as were asked for
+        raise ArgumentError(f"attention over ranks needs 2 or more of them, not {ranks}")
     if not 2 <= ranks <= machine.topology.num_ranks:
         raise ArgumentError(f"2 to {machine.topology.num_ranks} ranks of `{machine.topology.name}`, not {ranks}")
     found = [best for one in candidates(machine, ranks, sizes) if (best := fastest(one, machine, ranks, sizes))]

@@ -116,7 +116,9 @@ def find_dtype(name: str, op: str, *, reduces: bool, computes: bool = False) -> 
 def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
     """Runs once. A wrong result or a time-out is in `fault`."""
     reduces = compiled.plan.has_reduction
-    if reduces and settings.op is not None and not compiled.plan.asks:
+    if settings.op is not None and not reduces:
+        raise UsageError(f"`{compiled.schedule.name}` combines nothing: leave out --op {settings.op}")
+    if settings.op is not None and not compiled.plan.asks:
         raise UsageError(f"`{compiled.schedule.name}` says itself how it combines: leave out --op {settings.op}")
     schedule, plan = stopping(compiled.schedule).schedule, compiled.plan
     computes = schedule.has_products or plan.by_row is not None
