@@ -122,7 +122,8 @@ class Side:
 
     @staticmethod
     def started(checkout: Path, options: argparse.Namespace, folder: Path) -> Side:
-        own = {"PYTHONPATH": str(checkout), "COMMDSL_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
+        own = {"PYTHONPATH": path, "COMMDSL_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
         told = {name: getattr(options, name) for name in ("ranks", "device", "collective", "sizes", "eager")}
         told |= {"checkout": str(checkout), "port": _free_port()}
         return Side(
