@@ -92,7 +92,7 @@ MESSAGES = {
         "count": r"RowError: .*rank \d expected \d+ rows from rank \d, and \d+ came",
         "finish": r"RowError: .*rank \d was to finish rows up to \d+ of its own, and has room for \d+: finish \d+ of",
         "table": r"RowError: .*the table of rank \d is not what was made: its (head|words) should give \d+",
-        "wait": r"CommTimeout: rank \d waited 0.1 s for rank \d",
+        "wait": r"CommTimeout: rank \d waited 0.1 s for rank \d|PeerError: .*rank \d gave up: error\[C962\]: ",
     }.items()
 }
 

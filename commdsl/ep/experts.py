@@ -124,7 +124,7 @@ class Experts:
 
     def __reduce__(self) -> NoReturn:
         raise DispatchError(
-            "Experts have memory on a group and cannot be copied or saved: build them where they are used"
+            "Experts have memory on a group and are not copied or saved: make them where they are used"
         )
 
     def dispatch(

@@ -157,8 +157,12 @@ class Communicator(Joining, ABC):
         """Symmetric memory for a call of that op, which takes it, in a group that is not broken; collective where there
         is not enough. Raises as `workspace`.
         """
-        if not self.regions.has_free(nbytes):
-            self.drain()
+        with self.lock:
+            found = self.regions.find(name, nbytes)
+            if found is not None:
+                found.is_taken = True
+                return found
+        self.drain()  # without the lock, which calls of other threads may need to end
         with self.lock:
             found = self.regions.find(name, nbytes)
             if found is None:

@@ -174,7 +174,7 @@ class DeviceCommunicator(Communicator):
         """A call from its beginning to its end, of which what other calls come behind is what goes beside the caller's
         stream: as that of `DeviceStart.begin`. The caller's is not to be waited for, where a product waits for others.
         """
-        self.begin()
+        self.gate.calls += 1
         self.gate.start(self._beside.of_torch, partial(play, calls))
 
     def bound(self) -> contextlib.AbstractContextManager[None]:

@@ -112,10 +112,6 @@ class Regions:
         """As they are reserved."""
         return [region.heap.reserved_bytes for region in self._all]
 
-    def has_free(self, nbytes: int) -> bool:
-        """Return whether `find` finds one."""
-        return any(not region.is_taken and region.nbytes >= nbytes for region in self._all)
-
     def find(self, user: str, nbytes: int) -> Region | None:
         """One that is free and large enough, for an op of that name."""
         self._users.add(user)
