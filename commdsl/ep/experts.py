@@ -123,9 +123,7 @@ class Experts:
     # --- calls -------------------------------------------------------------------------------------------------------
 
     def __reduce__(self) -> NoReturn:
-        raise DispatchError(
-            "Experts have memory on a group and are not copied or saved: make them where they are used"
-        )
+        raise DispatchError("Experts have memory on a group and are not copied or saved: make them where they are used")
 
     def dispatch(
         self,
