@@ -92,7 +92,7 @@ def plan_of(
     rank = groups.own_rank(name)
     q = tensors[0]
     where = Same(placement)
-    _check(op.name, tensors, _rows(where, rank))
+    _check(op.shown, tensors, _rows(where, rank))
     shape = shape_of(q, tensors[1])
     return _made(Same(op), name, rank, where, mask, kernel, q.device, shape, backward)
 
