@@ -35,6 +35,7 @@ class Rotation(Protocol):
     """What is asked of an op: `commdsl.Op` has it."""
 
     name: str
+    shown: str
     input_names: tuple[str, ...]
 
     def lands(self, group: Any = None) -> bool: ...

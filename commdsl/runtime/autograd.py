@@ -27,6 +27,7 @@ class Op(Protocol):
     """What a gradient needs of an op."""
 
     name: str
+    shown: str  # in errors
     overwritten: tuple[int, ...]
 
     def split(self, arguments: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, ...], str, Asked]: ...
