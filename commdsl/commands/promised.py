@@ -1,10 +1,10 @@
 """Turns the words of `ensure` and what ranks were given into what they must have, and holds a run to that.
 
-Assumes the schedule was resolved; nothing of its steps but what computes. It shares nothing with the interpreter: a
-named collective is evaluated by its definition in the language reference, a written equality term by term, floats in
-float64 (long double for float64) within what rounding may change, all else exactly. Does not run anything. Where a
-contract is about what a function of the caller made, or does not say which rank's factor multiplied, it is not
-evaluated, and `Promised` says so.
+Assumes the schedule was resolved. Reads nothing of its steps but what computes, and whether a `reduce` names its
+operation. Shares nothing with the interpreter: a named collective is evaluated by its definition in the language
+reference, a written equality term by term, floats in float64 (long double for float64) within what rounding may change,
+all else exactly. Does not run anything. Where a contract is about what a function of the caller made, or does not say
+which rank's factor multiplied, it is not evaluated, and `Promised` says so.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from commdsl.checks.locations import Located
+from commdsl.checks.operations import by_the_call
 from commdsl.commands.handings import Handing, rotated
 from commdsl.ir.functions import FUNCTIONS
 from commdsl.ir.lengths import block_lengths
@@ -73,6 +75,11 @@ class Ran:
     handings: Sequence[Handing]
 
     @cached_property
+    def by_the_call(self) -> tuple[Contract, ...]:
+        """The contracts that leave it to the call how their terms are combined."""
+        return by_the_call(Located(self.schedule))
+
+    @cached_property
     def _lengths(self) -> dict[str, list[list[int]]]:
         """By buffer and rank the elements of its blocks."""
         found = {}
@@ -119,9 +126,7 @@ def _evaluated(ran: Ran, contract: Contract) -> tuple[int, str, tuple[str, ...]]
     why = _unknown(ran, contract)
     if why:
         return 0, "", (f"`{contract.name}` of `{dest}`: {why}",)
-    operation = contract.operation
-    if operation == "sum" and not schedule.names_operations:
-        operation = ran.operation
+    operation = ran.operation if any(one is contract for one in ran.by_the_call) else contract.operation
     of, compared = (ran.type_of(source), ran.type_of(dest)), 0
     for dests, terms in promises(schedule, contract):
         values = [_given(ran, contract.source_buffer, one) for one in terms]
