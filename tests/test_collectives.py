@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import timeit
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
 import pytest
@@ -12,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 import collective_cases  # noqa: E402 - after the check for torch
 import gloo_ranks  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 import commdsl  # noqa: E402
 from commdsl.runtime import menu  # noqa: E402
@@ -45,7 +47,7 @@ def test_capture_names_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """An op that a capture meets before it is set up is named, with the call that sets up what a size may choose."""
 
     class Captured:
-        name = "allreduce_somehow"
+        shown = "allreduce_somehow"
         works_in_place = True
 
         def __call__(self, *_: object, **__: object) -> None:
@@ -93,3 +95,33 @@ def test_choice_says_why() -> None:
     assert (chosen.schedule, dict(chosen.tune)) == ("allreduce_twoshot", {"protocol": "bulk", "tile": 32768})
     assert str(chosen).endswith("no table for all_reduce on NVIDIA Unheard-of x4: the stated default up to 16 MB")
     assert chosen == commdsl.choice("all_reduce", 2 << 20, 4, "NVIDIA Unheard-of")
+
+
+def test_errors_name_the_schedule_as_it_is_shipped() -> None:
+    """What is tuned is part of the name of torch's op, and of no error."""
+    group = commdsl.threads(2)
+    tuned = commdsl.load("allreduce_oneshot", ranks=2, tune={"protocol": "bulk", "tile": 16384})
+    assert tuned.name == "allreduce_oneshot_protocol_bulk_tile_16384"
+    wrong: list[Callable[[], object]] = [
+        lambda: tuned(torch.ones(8, 8).t(), group=group[0]),
+        lambda: tuned(torch.ones(8, dtype=torch.int32), op="avg", group=group[0]),
+        lambda: tuned(torch.ones(8, dtype=torch.complex64), group=group[0]),
+        lambda: tuned(torch.ones(8), torch.ones(8), group=group[0]),
+        lambda: commdsl.all_reduce(torch.ones(8, 8).t(), group=group[0]),
+        lambda: commdsl.reduce_scatter(torch.ones(7), group=group[0]),
+    ]
+    for call in wrong:
+        with pytest.raises(commdsl.Error) as caught:
+            call()
+        assert "_protocol" not in str(caught.value)
+        assert re.search(r"`(allreduce_oneshot|reducescatter_direct)`", str(caught.value))
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"])
+def test_a_traced_graph_has_the_collective(name: str) -> None:
+    """What `make_fx` records is the public operator, which chooses when it runs, and no schedule that was chosen."""
+    groups = commdsl.threads(2)
+    collective = getattr(commdsl, name)
+    graph = make_fx(lambda x: collective(x, group=groups[0]), tracing_mode="fake")(torch.ones(64))
+    called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert called == [f"commdsl_collectives.{name}.default"]

@@ -234,3 +234,49 @@ def test_errors_over_hops(name: str) -> None:
 def test_the_table_of_errors(name: str) -> None:
     """What schedules/README.md says is what the interpreter does."""
     assert f"\n{rounding.row(name)}\n" in (SCHEDULES / "README.md").read_text(encoding="utf-8")
+
+
+def odd_values(dtype: DType, ranks: int, size: int) -> list[Array]:
+    """Zeros of both signs, numbers, infinities and NaNs of several payloads and signs, another mixture on each rank."""
+    bits = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16}[dtype.name]
+    kind, mantissa = np.dtype(f"u{bits // 8}"), {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}[dtype.name]
+    sign, infinity = 1 << (bits - 1), (1 << (bits - 1)) - (1 << mantissa)
+    nans = [infinity | 1 << (mantissa - 1) | payload for payload in (0, 1, 5)]  # quiet: as a processor makes them
+    one = {"float64": 0x3FF0 << 48, "float32": 0x3F800000, "float16": 0x3C00, "bfloat16": 0x3F80}[dtype.name]
+    known = [0, sign, one, one | sign, infinity, infinity | sign, *nans, *(nan | sign for nan in nans)]
+    random = np.random.default_rng(3)
+    zeros = np.array([0, sign], kind)[random.integers(0, 2, (ranks, size // 2))]
+    mixed = np.array(known, kind)[random.integers(0, len(known), (ranks, size - size // 2))]
+    return [row.view(dtype.storage) for row in np.concatenate([zeros, mixed], axis=1)]
+
+
+@pytest.mark.parametrize("dtype", AVERAGED, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("name", ["allreduce_halving_doubling", "allreduce_oneshot", "allreduce_ring"])
+def test_extremes_have_the_same_bits_on_every_rank(name: str, op: str, dtype: DType) -> None:
+    """Whatever the order in which ranks combine, zeros of both signs and NaNs of any payload give the same bits, and
+    the kernel has those of the interpreter: -0 below +0, a NaN where there is one.
+    """
+    files = compiler.read(SCHEDULES / "collectives" / f"{name}.comm")
+    checked = compiler.check(files, ranks=4)
+    assert isinstance(checked, compiler.CheckedSchedule)
+    assert checked.report.same_bits
+    values = odd_values(dtype, 4, 256)
+    buffer, result = checked.schedule.contracts[0].source_buffer, checked.schedule.contracts[0].dest_buffer
+    given = {checked.schedule.buffers[buffer].name: values}
+    name = checked.schedule.buffers[result].name
+    wanted = interpret.run(checked.schedule, given, dtype, op).outputs[name]
+    got = host_run.run(checked.plan, emit(checked.plan), given, dtype, op).outputs[name]
+    for rank in range(4):
+        assert wanted[rank].tobytes() == wanted[0].tobytes()
+        assert got[rank].tobytes() == wanted[0].tobytes()
+    whole = np.stack([wide(dtype, one) for one in values])
+    has_nan, found = np.isnan(whole).any(axis=0), wide(dtype, wanted[0])
+    assert np.array_equal(np.isnan(found), has_nan)
+    extreme = whole.max(axis=0) if op == "max" else whole.min(axis=0)
+    assert np.array_equal(found[~has_nan], extreme[~has_nan])
+    negative = np.signbit(whole).all(axis=0) if op == "max" else np.signbit(whole).any(axis=0)
+    is_zero = ~has_nan & (extreme == 0) & (whole == 0).all(axis=0)
+    assert is_zero.sum() > 100
+    assert np.array_equal(np.signbit(found)[is_zero], negative[is_zero])
+    assert len({one.tobytes() for one in wanted[0][has_nan].reshape(-1, 1)}) == 1

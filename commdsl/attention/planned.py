@@ -35,6 +35,7 @@ class Rotation(Protocol):
     """What is asked of an op: `commdsl.Op` has it."""
 
     name: str
+    shown: str
     input_names: tuple[str, ...]
 
     def lands(self, group: Any = None) -> bool: ...
@@ -92,7 +93,7 @@ def plan_of(
     rank = groups.own_rank(name)
     q = tensors[0]
     where = Same(placement)
-    _check(op.name, tensors, _rows(where, rank))
+    _check(op.shown, tensors, _rows(where, rank))
     shape = shape_of(q, tensors[1])
     return _made(Same(op), name, rank, where, mask, kernel, q.device, shape, backward)
 

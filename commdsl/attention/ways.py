@@ -140,6 +140,7 @@ class Alone:
 
     is_back: bool = False
     name: str = "attention_alone"
+    shown: str = "attention_alone"
     input_names: tuple[str, ...] = ("k", "v")
 
     def lands(self, group: Any = None) -> bool:

@@ -42,19 +42,27 @@ def other_operations(located: Located) -> Iterator[Diagnostic]:
     """C327, for every contract that names another operation than the one which combined a chunk. Where no statement
     names one, a `sum` is the call's.
     """
+    for contract, dests, found, meant in _at_the_end(located):
+        wrong = np.flatnonzero((found > 0) & (found != HOW.index(meant)))
+        if len(wrong):
+            yield _other(located, contract, int(dests[wrong[0]]), HOW[found[wrong[0]]])
+
+
+def by_the_call(located: Located) -> tuple[Contract, ...]:
+    """Return the contracts whose chunks the operation of the call combines: they say `sum`, and no statement does."""
+    return tuple(contract for contract, _, _, meant in _at_the_end(located) if meant == "")
+
+
+def _at_the_end(located: Located) -> Iterator[tuple[Contract, Locations, Operations, str]]:
+    """Every contract of combinations, its chunks, what has combined them, and what the contract means by its word."""
     end = _nothing(located)
     for _ in _combining(located, end):
         pass
     for contract in located.schedule.contracts:
         dests, meant = _promised(located, contract)
-        found = end[dests]
-        if meant is None:
-            continue
-        if meant == "sum" and not (found == HOW.index("sum")).any():
-            meant = ""
-        wrong = np.flatnonzero((found > 0) & (found != HOW.index(meant)))
-        if len(wrong):
-            yield _other(located, contract, int(dests[wrong[0]]), HOW[found[wrong[0]]])
+        if meant is not None:
+            is_call = meant == "sum" and not (end[dests] == HOW.index("sum")).any()
+            yield contract, dests, end[dests], "" if is_call else meant
 
 
 def _promised(located: Located, contract: Contract) -> tuple[Locations, str | None]:

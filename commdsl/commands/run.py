@@ -198,6 +198,10 @@ def trial_lines(ranks: int, made: Trial, settings: Settings, data: str, oracle: 
         name = "oracle" if oracle == "interpreter" else oracle
         compared = f"{made.compared_bytes:,} bytes equal to the {name}, bit for bit"
         yield f"  {good} the emitted kernel, built by {made.compiler}: {compared}{sanitized} ({made.seconds:.2f} s)"
+    if made.promised is not None and not made.fault:
+        size = made.promised.compared_bytes
+        yield from [f"  {good} `ensure`, evaluated by its words: {size:,} bytes are what it promises"] if size else []
+        yield from (f"  - not evaluated: {why}" for why in made.promised.unknown)
 
 
 def to_json(one: Ran, settings: Settings) -> dict[str, object]:
@@ -250,6 +254,8 @@ def kernel_json(made: Trial, settings: Settings, size: int) -> dict[str, object]
         "op": settings.operation,
         "bytes": size,
         "compared_bytes": made.compared_bytes,
+        "promised_bytes": None if made.promised is None else made.promised.compared_bytes,
+        "not_evaluated": [] if made.promised is None else list(made.promised.unknown),
         "seconds": round(made.seconds, 4),
     }
 

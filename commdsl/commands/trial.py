@@ -1,14 +1,15 @@
 """Turns a compiled schedule into the outcome of one run: the emitted kernel on host ranks beside the oracle.
 
-Assumes the schedule was proved. Compares what `ensure` speaks of, bit for bit; other memory is free. Without a C++
-compiler only the oracle runs, and the trial says so. Does not print.
+Assumes the schedule was proved. The oracle's results are held to the words of `ensure` (`promised`); then the kernel's
+to the oracle's, bit for bit, where `ensure` speaks of them; other memory is free. Without a C++ compiler only the
+oracle runs, and the trial says so. Does not print.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, isqrt
 from typing import TypeAlias
 
@@ -21,6 +22,7 @@ from commdsl.build.host_ranks import DataRaceError, RowsError
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.budget import refuse_large
 from commdsl.commands.output import bytes_text
+from commdsl.commands.promised import Promised, Ran, held_to_ensure
 from commdsl.commands.visited import Visited
 from commdsl.compiler import CompiledSchedule
 from commdsl.cost.profile import Profile
@@ -87,6 +89,7 @@ class Trial:
     fault: str
     seconds: float
     profiles: tuple[Profile, ...] = ()  # by rank, where they were asked for
+    promised: Promised | None = None  # of a schedule that ran to its end: what its contracts say
 
     @property
     def is_right(self) -> bool:
@@ -148,23 +151,29 @@ def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
     blocks = tuple(length * dtype.size for length in lengths) or block_bytes
     plan, emitted = stamped_of(compiled) if settings.profile else (compiled.plan, compiled.emitted)
 
+    visited, operation = Visited(schedule, elements, dtype), settings.operation
+    expected = interpret.run(schedule, inputs, dtype, operation, visited.bodies)
+    left, handings = expected.outputs, visited.handings(expected)
+    promised = held_to_ensure(Ran(compiled.schedule, dtype, blocks, of, operation, inputs, left, handings))
+
+    if promised.fault:
+        return Trial(block_bytes, None, "", 0, f"the oracle broke the contract: {promised.fault}", 0.0, (), promised)
+
     def run() -> Found:
-        visited = Visited(schedule, elements, dtype)
-        expected = interpret.run(schedule, inputs, dtype, settings.operation, visited.bodies)
         compared, fault, profiles = 0, "", tuple[Profile, ...]()
         if not plan.is_visited:
             found = host_run.run(
-                plan, emitted, inputs, dtype, settings.operation, mode=settings.mode, sanitize=settings.sanitize
+                plan, emitted, inputs, dtype, operation, mode=settings.mode, sanitize=settings.sanitize
             )
             compared, fault = compare(schedule, expected, found, blocks)
             profiles = tuple(profiled(plan, found))
         if compiled.visits is not None and not fault and not averages:
             options = host_run.Options(mode=settings.mode, sanitize=settings.sanitize)
-            further, fault = visited.compare(compiled, expected, inputs, settings.operation, options)
+            further, fault = visited.compare(compiled, expected, inputs, operation, options)
             compared += further
         return compared, fault, profiles
 
-    return tried(run, settings, block_bytes)
+    return replace(tried(run, settings, block_bytes), promised=promised)
 
 
 def tried(run: Callable[[], Found], settings: Settings, block_bytes: int = 0) -> Trial:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from commdsl.build import host_run
 from commdsl.checks.locations import Located
+from commdsl.commands.handings import Handing
 from commdsl.compiler import CompiledSchedule
 from commdsl.ir import interpret
 from commdsl.ir.classes import types
@@ -48,6 +49,17 @@ class Visited:
         step = self._bodies[len(self._seen) // self._schedule.num_ranks]
         self._seen.append((rank, [array.copy() for array in given]))
         return self._made(step, rank, given)
+
+    def handings(self, expected: interpret.Result) -> list[Handing]:
+        """What the oracle handed over, yield by yield."""
+        yielded, seen, ranks = iter(expected.yields), iter(self._seen), self._schedule.num_ranks
+        steps = (step for step in self._schedule.steps if isinstance(step, Yield))
+        return [
+            Handing(
+                step, [[one] for one in next(yielded)] if step.name is None else [next(seen)[1] for _ in range(ranks)]
+            )
+            for step in steps
+        ]
 
     def _made(self, step: Yield, rank: int, given: Sequence[Array]) -> list[Array]:
         if step.is_product:

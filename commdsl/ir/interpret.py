@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from math import erf, gcd, sqrt
 from types import MappingProxyType
 from typing import TypeAlias, assert_never
@@ -351,10 +351,20 @@ def combine(operands: list[Array], dtype: DType, op: str) -> Array:
             for operand in operands[1:]:
                 total = function(total, operand)
             return total
-        total = _wide(operands[0], dtype)
+        total, wide = _wide(operands[0], dtype), partial(_extreme, function) if op in ("max", "min") else function
         for operand in operands[1:]:
-            total = function(total, _wide(operand, dtype))
+            total = wide(total, _wide(operand, dtype))
         return dtype.narrow(total)
+
+
+def _extreme(function: Callable[[Array, Array], Array], left: Array, right: Array) -> Array:
+    """The larger or the smaller float by the order of their bits, so -0 is below +0; any NaN gives the same NaN."""
+    kind = np.dtype(f"i{left.dtype.itemsize}")
+    last, most = 8 * kind.itemsize - 1, np.iinfo(kind).max
+    found = function(*(bits ^ ((bits >> last) & most) for bits in (left.view(kind), right.view(kind))))
+    nan = np.array(0x7FFFFFFF, np.uint32).view(np.float32).astype(left.dtype)
+    is_nan = np.isnan(left) | np.isnan(right)
+    return np.where(is_nan, nan, (found ^ ((found >> last) & most)).view(left.dtype))
 
 
 def _wide(values: Array, dtype: DType) -> Array:

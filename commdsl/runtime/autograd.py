@@ -27,6 +27,7 @@ class Op(Protocol):
     """What a gradient needs of an op."""
 
     name: str
+    shown: str  # in errors
     overwritten: tuple[int, ...]
 
     def split(self, arguments: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, ...], str, Asked]: ...
@@ -87,11 +88,11 @@ def _back(op: Op, gradients: tuple[torch.Tensor, ...], group_name: str, asked: A
     way = known.backward
     if way is None:
         raise GradientError(
-            f"`{op.name}` has no gradient: its contract `{known.plan.contract}` has no shipped inverse; "
+            f"`{op.shown}` has no gradient: its contract `{known.plan.contract}` has no shipped inverse; "
             "call it under torch.no_grad() or write the backward yourself"
         )
     if known.signature.has_reduction and asked.op not in ("sum", "avg"):
-        raise GradientError(f"`{op.name}` has a gradient for sum and avg, not for {asked.op}")
+        raise GradientError(f"`{op.shown}` has a gradient for sum and avg, not for {asked.op}")
     (gradient,) = gradients
     result = _call(op, way, gradient.contiguous(), group_name, asked)
     if way.averages and asked.op == "avg":
@@ -128,7 +129,9 @@ def refuse_in_place(library: torch.library.Library, op: Op) -> None:
     def call(*arguments: Any) -> None:
         known, *_ = op.split(arguments)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in known):
-            raise GradientError(f"`{op.name}_` works in place and has no gradient: use `{op.name}` or torch.no_grad()")
+            raise GradientError(
+                f"`{op.shown}_` works in place and has no gradient: use `{op.shown}` or torch.no_grad()"
+            )
         with torch._C._AutoDispatchBelowAutograd():
             getattr(torch.ops.commdsl, f"{op.name}_")(*arguments)
         count_write(op, known)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Never
 
 import torch
+from torch._C import _len_torch_dispatch_stack
 
 from commdsl.machine.config import from_environment
 from commdsl.planner.tuning import selection
@@ -245,10 +246,12 @@ def _uneven(
 
 
 def _is_traced(name: str, x: torch.Tensor) -> bool:
-    """Whether torch looks on: a graph is being recorded, of calls or of gradients. Refuses what is no dense tensor."""
+    """Whether torch looks on: a graph is being recorded, of calls or of gradients, or a mode sees every call, which is
+    then shown the collective and not the schedule that is chosen for it. Refuses what is no dense tensor.
+    """
     if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
         given.tensor(name, x)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _len_torch_dispatch_stack():
         return True
     has_gradient = x.requires_grad and torch.is_grad_enabled()
     if has_gradient:

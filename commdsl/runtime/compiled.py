@@ -23,12 +23,13 @@ class CompiledOp:
     """A schedule that is compiled per number of ranks."""
 
     def __init__(self, name: str, definition: Definition, ranks: int) -> None:
-        self.name = name
+        self.name = name  # of torch.ops.commdsl: with parameters and what is tuned, as each is an op of its own
         self.definition = definition
         self.ranks = ranks  # assumed where a group is not known: tracing without one
         self._programs: dict[tuple[int, Transport], Program] = {}
         self._lock = threading.Lock()
         # Kept apart from the programs: `torch.compile` traces through a call as far as these.
+        self.shown = self.program(ranks).plan.name  # in errors: the schedule, as its file names it
         called, plain = self.program(ranks).called, self.program(ranks).signature
         self.input_names = tuple(port.name for port in called.inputs)
         self.num_inputs = len(plain.inputs)
@@ -60,7 +61,7 @@ class CompiledOp:
         """
         visits = self.traced(groups.name_of(group)).visited
         if visits is None:
-            raise OpError(f"`{self.name}` has no `yield`: it hands nothing over")
+            raise OpError(f"`{self.shown}` has no `yield`: it hands nothing over")
         return visits.held
 
     def lands(self, group: Any = None) -> bool:

@@ -65,7 +65,7 @@ class Menu:
 class Alone:
     """A group of one rank: nothing travels, and every collective is a copy. Stands for a menu and for its op."""
 
-    name = "copy"
+    name = shown = "copy"
     works_in_place = True
     has_reduction = True
 
@@ -165,7 +165,7 @@ def run(
         return chosen(x, group=group, op=op, async_op=async_op, timeout=timeout, lengths=lengths, about=about)
     except CaptureError as error:
         if lengths is not None:
-            what = f"`{collective}` of unequal blocks runs `{chosen.name}`, which is not set up"
+            what = f"`{collective}` of unequal blocks runs `{chosen.shown}`, which is not set up"
             raise CaptureError(f"{what}: call it once before the capture, on every rank ({error})") from error
         raise _unprepared(collective, nbytes, chosen, error) from error
 
@@ -248,7 +248,7 @@ def _overwrite(chosen: AnyOp, x: torch.Tensor, group: Any, op: Reduction, timeou
 
 def _unprepared(collective: str, nbytes: int, chosen: AnyOp, error: CaptureError) -> CaptureError:
     return CaptureError(
-        f"`{collective}` of {selection.size_text(nbytes)} runs `{chosen.name}`, which is not set up: before the "
+        f"`{collective}` of {selection.size_text(nbytes)} runs `{chosen.shown}`, which is not set up: before the "
         f"capture, on every rank, call commdsl.prepare(['{collective}'], {nbytes}, ...) for its dtype and op ({error})"
     )
 

@@ -92,7 +92,7 @@ class Op(CompiledOp):
         default: the group's. `about`: what else all ranks must agree on, in words (C964).
         """
         if others:
-            given.unexpected(self.name, Op.__call__, others, self.input_names)
+            given.unexpected(self.shown, Op.__call__, others, self.input_names)
         try:
             asked = given.asked(op, timeout, lengths, about)
             if not async_op:
@@ -105,7 +105,7 @@ class Op(CompiledOp):
                 return work
             return self.started(inputs, group, asked, partial(self._result, inputs, group, asked))
         except BaseException as error:
-            groups.report(error, group, inputs, self.name)
+            groups.report(error, group, inputs, self.shown)
             raise
 
     @property
@@ -132,11 +132,11 @@ class Op(CompiledOp):
         the same time, and what takes a while the first time is over. Raises OpError where it has no time stamps.
         """
         if others:
-            given.unexpected(f"{self.name}.profiled", Op.profiled, others, self.input_names)
-        given.tensors(self.name, inputs, self.num_inputs, self.num_scales)
+            given.unexpected(f"{self.shown}.profiled", Op.profiled, others, self.input_names)
+        given.tensors(self.shown, inputs, self.num_inputs, self.num_scales)
         inputs = tuple(tensor.detach() for tensor in inputs)
         if not (plan := self.program(self.ranks).plan).is_visited and plan.moves.has_heads:
-            raise OpError(f"`{self.name}` has as many rounds as peers say: its kernel has no time stamps")
+            raise OpError(f"`{self.shown}` has as many rounds as peers say: its kernel has no time stamps")
         call = self.stamped.bound(inputs, groups.name_of(group), given.asked(op, timeout, lengths))
         for _ in range(BEFORE):
             call(inputs)
@@ -154,18 +154,18 @@ class Op(CompiledOp):
     ) -> None:
         """Overwrites the `inout` tensors; only for schedules that are proved to allow it. The rest as for a call."""
         if others:
-            given.unexpected(f"{self.name}.in_place", Op.in_place, others, self.input_names)
+            given.unexpected(f"{self.shown}.in_place", Op.in_place, others, self.input_names)
         try:
             asked = given.asked(op, timeout, lengths)
             if not self.works_in_place:
-                raise TensorError(f"`{self.name}` cannot work in place: a chunk would be overwritten before it is read")
+                raise TensorError(f"`{self.shown}` cannot work in place: a chunk is overwritten before it is read")
             if len(inputs) == self.num_inputs and eager.skips_dispatcher(inputs):
                 self.bound(inputs, group, asked, in_place=True)(inputs)
                 autograd.count_write(self, inputs)
             else:
                 self._dispatch(f"{self.name}_", inputs, group, asked)
         except BaseException as error:
-            groups.report(error, group, inputs, self.name)
+            groups.report(error, group, inputs, self.shown)
             raise
 
     def _result(self, inputs: tuple[torch.Tensor, ...], group: Any, asked: Asked) -> Result:
@@ -179,10 +179,10 @@ class Op(CompiledOp):
         return result
 
     def _dispatch(self, name: str, inputs: tuple[torch.Tensor, ...], group: Any, asked: Asked) -> Any:
-        given.tensors(self.name, inputs, self.num_inputs, self.num_scales)
+        given.tensors(self.shown, inputs, self.num_inputs, self.num_scales)
         op = given.reduction(asked.op)
         if not self.has_reduction and op != "sum":
-            raise tensors.no_meaning(self.name, self.program(self.ranks).signature, op)
+            raise tensors.no_meaning(self.shown, self.program(self.ranks).signature, op)
         reduction = (op,) if self.has_reduction else ()
         lengths = ([*(asked.lengths or ())],) if self.has_lengths else ()
         tail = (groups.name_of(group), *reduction, asked.seconds, *inputs[self.num_inputs :])
@@ -201,7 +201,7 @@ class Op(CompiledOp):
             try:
                 return call()
             except BaseException as error:
-                comm.report(error, self.name)
+                comm.report(error, self.shown)
                 raise
 
         return on_thread(reported, comm.submit)
@@ -238,7 +238,7 @@ class Op(CompiledOp):
         try:
             return self._visit(arguments, group, op, timeout, timing, about, last, functions)
         except BaseException as error:
-            groups.report(error, group, arguments, f"{self.name}.visit")
+            groups.report(error, group, arguments, f"{self.shown}.visit")
             raise
 
     def _visit(
@@ -252,27 +252,27 @@ class Op(CompiledOp):
         last: int | None,
         functions: Mapping[str, Function],
     ) -> Result:
-        inputs, known = split(self.name, arguments, functions)
+        inputs, known = split(self.shown, arguments, functions)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
             raise GradientError(
-                f"`{self.name}` with visits has no gradient: call it under torch.no_grad(), or in the forward of a "
+                f"`{self.shown}` with visits has no gradient: call it under torch.no_grad(), or in the forward of a "
                 "torch.autograd.Function, with the way back as visits of its own"
             )
         op, seconds = given.reduction(op), given.seconds(timeout)
         name, behind = groups.resolve(group)
         visits = self.traced(name).visited
         if visits is None:
-            raise OpError(f"`{self.name}` has no `yield`: call it without a function")
-        given.tensors(self.name, inputs, len(visits.signature.inputs))
+            raise OpError(f"`{self.shown}` has no `yield`: call it without a function")
+        given.tensors(self.shown, inputs, len(visits.signature.inputs))
         key: tuple[object, ...] = ("visits", name, op, seconds, about)
         key += tuple((tensor.dtype, tensor.device, tensor.shape) for tensor in inputs)
         found = self._visiting.get(key)
         if found is not None and (behind is None or not found.serves(behind)):
             found = None
         if found is None or not all(tensor.is_contiguous() for tensor in inputs):
-            tensors.check(self.name, visits.signature, inputs)
-            check_reductions(self.name, visits, inputs, op)
-        functions_of = by_name(self.name, visits.plan, known)
+            tensors.check(self.shown, visits.signature, inputs)
+            check_reductions(self.shown, visits, inputs, op)
+        functions_of = by_name(self.shown, visits.plan, known)
         comm = groups.of(name, inputs[0].device)
         if comm.compares:
             comm.compare(tensors.described(f"{self.name}.visit", travelling(visits, inputs), op) + listed(about))
@@ -288,7 +288,7 @@ class Op(CompiledOp):
         try:
             outputs = self.bound(inputs, group_name, asked)(inputs)
         except BaseException as error:
-            groups.report(error, group_name, inputs, self.name)
+            groups.report(error, group_name, inputs, self.shown)
             raise
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
@@ -297,7 +297,7 @@ class Op(CompiledOp):
         try:
             self.bound(inputs, group_name, asked, in_place=True)(inputs)
         except BaseException as error:
-            groups.report(error, group_name, inputs, self.name)
+            groups.report(error, group_name, inputs, self.shown)
             raise
 
     def fake(self, *arguments: Any) -> Result:
@@ -331,7 +331,7 @@ class Op(CompiledOp):
                 key += tuple((tensor.dtype, tensor.device, tensor.shape) for tensor in inputs[1:])
             call = self._calls.get(key)
         except (RuntimeError, TypeError):  # a tensor without a shape, or no name of a reduction
-            given.tensors(self.name, inputs, self.num_inputs, self.num_scales)
+            given.tensors(self.shown, inputs, self.num_inputs, self.num_scales)
             given.reduction(asked.op)
             raise
         if call is None or behind is None or not call.serves(behind):
@@ -353,7 +353,7 @@ class Op(CompiledOp):
         if known.visits is not None and known.visits.parts:
             return multiplying(self.name, comm, known, inputs, seconds, groups.owner_of(name))
         if in_place and known.signature.in_place is None:
-            raise TensorError(f"`{self.name}_` is not proved to work in place for this number of ranks")
+            raise TensorError(f"`{self.shown}_` is not proved to work in place for this number of ranks")
         chosen, dtype = known.signature.in_place if in_place else None, tensors.element_name(inputs[0].dtype)
         blocks, row_bytes = uneven.blocks_and_row(known.signature, inputs, asked.lengths)
         start = comm.prepare(known, blocks, dtype, op, seconds, asked.about, row_bytes)
@@ -367,12 +367,12 @@ class Op(CompiledOp):
         """Refuses what no rank can call, before this one waits for any."""
         known, op = self.traced(name), given.reduction(asked.op)
         if known.plan.is_visited and known.visited is not None:
-            raise OpError(f"`{self.name}` moves what its caller computes on the way: call `visit`, with a function")
-        given.tensors(self.name, inputs, self.num_inputs, self.num_scales)
+            raise OpError(f"`{self.shown}` moves what its caller computes on the way: call `visit`, with a function")
+        given.tensors(self.shown, inputs, self.num_inputs, self.num_scales)
         if groups.size_of(name) is not None:
-            tensors.check(self.name, known.signature, inputs)
-            uneven.check(self.name, known, inputs, groups.rank_of(name), asked.lengths)
-            tensors.check_reduction(self.name, known.signature, inputs[0].dtype, op)
+            tensors.check(self.shown, known.signature, inputs)
+            uneven.check(self.shown, known, inputs, groups.rank_of(name), asked.lengths)
+            tensors.check_reduction(self.shown, known.signature, inputs[0].dtype, op)
 
     def _prepare_visits(
         self, inputs: tuple[torch.Tensor, ...], name: str, op: str, seconds: float | None, about: str

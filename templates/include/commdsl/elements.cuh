@@ -109,15 +109,32 @@ struct bytes {
   using Accumulator = u8;
 };
 
-// A NaN on either side is the result: `a != a` keeps the left one, a false comparison the right one.
+// The maximum and the minimum have the same bits in whichever order and grouping numbers are combined: zeros are ordered, -0 below +0,
+// and where one is a NaN the result is this one, whatever its payload was. Of zeros the sum is +0 unless both are -0.
+template <class T>
+COMMDSL_FN T larger(T a, T b) { return a > b ? a : b; }
+template <class T>
+COMMDSL_FN T smaller(T a, T b) { return a < b ? a : b; }
+
+// Of two that are equal, or of which one is a NaN; `zero` is what they are where both are zeros.
+template <class T>
+COMMDSL_FN T neither(T a, T b, T zero) {
+  if (a == b) return a == 0 ? zero : a;
+  return static_cast<T>(float_of_bits(0x7fffffffu));
+}
+COMMDSL_FN float larger(float a, float b) { return a > b ? a : b > a ? b : neither(a, b, a + b); }
+COMMDSL_FN double larger(double a, double b) { return a > b ? a : b > a ? b : neither(a, b, a + b); }
+COMMDSL_FN float smaller(float a, float b) { return a < b ? a : b < a ? b : neither(a, b, -(-a - b)); }
+COMMDSL_FN double smaller(double a, double b) { return a < b ? a : b < a ? b : neither(a, b, -(-a - b)); }
+
 struct max {
   template <class T>
-  static COMMDSL_FN T apply(T a, T b) { return a > b || a != a ? a : b; }
+  static COMMDSL_FN T apply(T a, T b) { return larger(a, b); }
 };
 
 struct min {
   template <class T>
-  static COMMDSL_FN T apply(T a, T b) { return a < b || a != a ? a : b; }
+  static COMMDSL_FN T apply(T a, T b) { return smaller(a, b); }
 };
 
 // How the operands of an operation are weighed: not at all.

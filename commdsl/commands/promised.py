@@ -1,0 +1,331 @@
+"""Turns the words of `ensure` and what ranks were given into what they must have, and holds a run to that.
+
+Assumes the schedule was resolved. Reads nothing of its steps but what computes, and whether a `reduce` names its
+operation. Shares nothing with the interpreter: a named collective is evaluated by its definition in the language
+reference, a written equality term by term, floats in float64 (long double for float64) within what rounding may change,
+all else exactly. Does not run anything. Where a contract is about what a function of the caller made, or does not say
+which rank's factor multiplied, it is not evaluated, and `Promised` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, reduce
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from commdsl.checks.locations import Located
+from commdsl.checks.operations import by_the_call
+from commdsl.commands.handings import Handing, rotated
+from commdsl.ir.functions import FUNCTIONS
+from commdsl.ir.lengths import block_lengths
+from commdsl.ir.schedules import Contract, Rounding, Schedule, Step, Task, Yield
+from commdsl.language.kinds import GIVEN, BufferKind
+from commdsl.language.records import dataclass
+from commdsl.machine.dtypes import Array, DType
+from commdsl.program.sizes import chunk_range
+
+Chunk: TypeAlias = tuple[int, int]
+"""A rank, and a chunk of a buffer there."""
+
+Promise: TypeAlias = tuple[Sequence[Chunk], Sequence[Chunk]]
+"""Chunks of the result that are equal, and the chunks of the source whose combination they are."""
+
+Tensors: TypeAlias = Mapping[str, Sequence[Array]]
+"""By name, then by rank."""
+
+SPLIT_SOURCE = ("reduce_scatter", "alltoall", "scatter")
+SPLIT_RESULT = ("allgather", "alltoall", "gather")
+
+ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "float8": 2.0**-4}
+"""The most that rounding to a type changes a number, relative to it."""
+
+SMALLEST = {"float64": 5e-324, "float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133, "float8": 0.0}
+"""The numbers next to zero: rounding changes no number by more where its relative bound is less."""
+
+LARGEST = {"float64": 1.7e308, "float32": 3.4e38, "float16": 65504.0, "bfloat16": 3.3e38}
+
+FLOAT8_FLOOR = 2.0**-17
+"""The most by which a float8 with a scale differs from a number, relative to the largest one with that scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promised:
+    """How many bytes were held to `ensure`, the first that is wrong in words, and what was not evaluated, and why."""
+
+    compared_bytes: int
+    fault: str
+    unknown: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Ran:
+    """What ran: the schedule, the bytes of blocks in the caller's type, that type, the element type of each buffer, how
+    the call combines, the tensors before and after, and what yields handed over.
+    """
+
+    schedule: Schedule
+    caller: DType
+    blocks: int | tuple[int, ...]
+    types: Mapping[str, DType]
+    operation: str
+    given: Tensors
+    left: Tensors
+    handings: Sequence[Handing]
+
+    @cached_property
+    def by_the_call(self) -> tuple[Contract, ...]:
+        """The contracts that leave it to the call how their terms are combined."""
+        return by_the_call(Located(self.schedule))
+
+    @cached_property
+    def _lengths(self) -> dict[str, list[list[int]]]:
+        """By buffer and rank the elements of its blocks."""
+        found = {}
+        for buffer in self.schedule.buffers:
+            of = self.type_of(buffer.name)
+            blocks = block_lengths(buffer.lengths, self.schedule.num_ranks, buffer.blocks, self.blocks)
+            found[buffer.name] = [[one // self.caller.size * of.size for one in row] for row in blocks]
+        return found
+
+    def type_of(self, name: str) -> DType:
+        """The element type of a buffer."""
+        return self.types[name]
+
+    def chunk(self, tensors: Tensors, name: str, at: Chunk) -> Array:
+        """The elements of a chunk of a rank."""
+        rank, chunk = at
+        size, cut = self.type_of(name).size, next(one.cut for one in self.schedule.buffers if one.name == name)
+        whole = tensors[name][rank].reshape(-1)
+        blocks = self._lengths[name][rank]
+        if not self.schedule.lengths:  # some buffers have shorter blocks than the longest
+            blocks = [whole.size * size // len(blocks)] * len(blocks)
+        first, last = chunk_range(blocks, cut, chunk)
+        return whole[first // size : last // size]
+
+
+def held_to_ensure(ran: Ran) -> Promised:
+    """Evaluate every contract and compare the results of a run with it, up to the first that is wrong."""
+    compared, unknown = 0, list[str]()
+    for contract in ran.schedule.contracts:
+        if contract.rotation is not None:
+            found = rotated(ran.schedule, contract.rotation, ran.handings, ran.given)
+        else:
+            found = _evaluated(ran, contract)
+        compared += found[0]
+        if found[1]:
+            return Promised(compared, found[1], tuple(unknown))
+        unknown += found[2]
+    return Promised(compared, "", tuple(dict.fromkeys(unknown)))
+
+
+def _evaluated(ran: Ran, contract: Contract) -> tuple[int, str, tuple[str, ...]]:
+    schedule = ran.schedule
+    source, dest = (schedule.buffers[number].name for number in (contract.source_buffer, contract.dest_buffer))
+    why = _unknown(ran, contract)
+    if why:
+        return 0, "", (f"`{contract.name}` of `{dest}`: {why}",)
+    operation = ran.operation if any(one is contract for one in ran.by_the_call) else contract.operation
+    of, compared = (ran.type_of(source), ran.type_of(dest)), 0
+    for dests, terms in promises(schedule, contract):
+        values = [_given(ran, contract.source_buffer, one) for one in terms]
+        wanted = combined(values, of, operation, contract.rounding)
+        for at in dests:
+            got = ran.chunk(ran.left, dest, at)
+            compared += got.nbytes
+            wrong = wanted.wrong(got)
+            if wrong:
+                where = "" if schedule.buffers[contract.dest_buffer].num_chunks == 1 else f"chunk {at[1]} of "
+                return compared, f"{where}`{dest}` on rank {at[0]} is not what `{contract.name}` promises: {wrong}", ()
+    return compared, "", ()
+
+
+def _unknown(ran: Ran, contract: Contract) -> str:
+    """Why a contract is not evaluated; empty where it is."""
+    schedule = ran.schedule
+    source, dest = (schedule.buffers[number] for number in (contract.source_buffer, contract.dest_buffer))
+    if any(one.dest_buffer == contract.dest_buffer for one in schedule.rowwise):
+        return "a row-wise function makes the result, and the contract is about what it is made from"
+    if schedule.has_products:
+        return "a product makes the result, and the contract says which rows and blocks it has, not what it is"
+    writers = [step for step in schedule.steps if not isinstance(step, Step)]
+    if any(isinstance(step, Yield) and contract.dest_buffer in step.writes for step in writers):
+        return f"a function of the caller writes `{dest.name}`"
+    if source.kind in GIVEN:
+        return ""
+    maker = [step for step in writers if contract.source_buffer in step.writes][-1]
+    if isinstance(maker, Yield):
+        return f"a function of the caller, `{maker.name}`, makes `{source.name}`"
+    changed = {one.dest_buffer for one in schedule.statements} | {one for step in writers for one in step.writes}
+    for number in maker.reads:
+        if schedule.buffers[number].kind not in GIVEN or number in changed:
+            read = schedule.buffers[number].name
+            return f"`{maker.function}` makes `{source.name}` from `{read}`, which moves change"
+    return ""
+
+
+def _given(ran: Ran, buffer: int, at: Chunk) -> Array:
+    """What a chunk of the source holds: what the caller gives, or what a task of ours makes of that."""
+    schedule = ran.schedule
+    name = schedule.buffers[buffer].name
+    if schedule.buffers[buffer].kind is not BufferKind.SCRATCH:
+        return ran.chunk(ran.given, name, at)
+    task = next(step for step in reversed(schedule.steps) if isinstance(step, Task) and buffer in step.writes)
+    values = [ran.chunk(ran.given, schedule.buffers[number].name, at) for number in task.reads]
+    of = ran.type_of(name)
+    made = combined(values, (of, of), FUNCTIONS[task.function].operation, None)
+    return made.exact if made.exact is not None else made.values.astype(of.accumulator).astype(np.float64)
+
+
+# --- what the words say -----------------------------------------------------------------------------------------------
+
+
+def promises(schedule: Schedule, contract: Contract) -> Iterator[Promise]:
+    """Yield what a contract says of its chunks: a named collective by its definition, any other by its rows."""
+    source, ranks = schedule.buffers[contract.source_buffer], range(schedule.num_ranks)
+    in_place = contract.source_buffer == contract.dest_buffer
+    root = -1 if contract.root is None else contract.root
+    is_split = contract.name in SPLIT_SOURCE or (in_place and contract.name in SPLIT_RESULT)
+    count = source.num_chunks // len(ranks) if is_split else source.num_chunks
+    every = range(count)
+
+    def mine(rank: int, chunk: int) -> int:
+        """Where a rank keeps a chunk of the part that is its own."""
+        return rank * count + chunk if in_place else chunk
+
+    match contract.name:
+        case "allreduce":
+            yield from (([(r, c) for r in ranks], [(q, c) for q in ranks]) for c in every)
+        case "reduce":
+            yield from (([(root, c)], [(q, c) for q in ranks]) for c in every)
+        case "reduce_scatter":
+            yield from (([(r, mine(r, c))], [(q, r * count + c) for q in ranks]) for r in ranks for c in every)
+        case "allgather":
+            yield from (([(r, q * count + c) for r in ranks], [(q, mine(q, c))]) for q in ranks for c in every)
+        case "gather":
+            yield from (([(root, q * count + c)], [(q, mine(q, c))]) for q in ranks for c in every)
+        case "alltoall":
+            yield from (([(r, q * count + c)], [(q, r * count + c)]) for r in ranks for q in ranks for c in every)
+        case "broadcast":
+            yield from (([(r, c) for r in ranks], [(root, c)]) for c in every)
+        case "scatter":
+            yield from (([(r, mine(r, c))], [(root, r * count + c)]) for r in ranks for c in every)
+        case _:
+            yield from _written_out(contract)
+
+
+def _written_out(contract: Contract) -> Iterator[Promise]:
+    """A permutation, or an equality of the text: the ranks and chunks that its expressions name."""
+    dests: dict[int, list[Chunk]] = {}
+    rows = (contract.dest_rank.tolist(), contract.dest_chunk.tolist(), contract.value.tolist())
+    for rank, chunk, value in zip(*rows, strict=True):
+        dests.setdefault(value, []).append((rank, chunk))
+    for value, of in dests.items():
+        terms = list(zip(contract.source_rank[value].tolist(), contract.source_chunk[value].tolist(), strict=True))
+        if contract.source_valid is not None:
+            terms = [one for one, is_meant in zip(terms, contract.source_valid[value], strict=True) if is_meant]
+        yield of, terms
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """What a chunk must hold: these very elements, or floats within a tolerance (infinite: anything)."""
+
+    exact: Array | None
+    values: Array
+    tolerance: Array
+    dtype: DType
+
+    def wrong(self, got: Array) -> str:
+        """Say which element is wrong first; empty where none is."""
+        if self.exact is not None:
+            if got.shape != self.exact.shape:
+                return f"it has {got.size:,} elements, expected {self.exact.size:,}"
+            bad = np.flatnonzero(got != self.exact)
+            shown = self.exact
+        else:
+            if got.shape != self.values.shape:
+                return f"it has {got.size:,} elements, expected {self.values.size:,}"
+            found = self.dtype.widen(got).astype(self.values.dtype)
+            with np.errstate(invalid="ignore"):
+                bad = np.flatnonzero(~(np.abs(found - self.values) <= self.tolerance))
+            got, shown = found, self.values
+        if not len(bad):
+            return ""
+        at = int(bad[0])
+        more = "" if self.exact is not None else f" within {self.tolerance[at]:.2g}"
+        return f"element {at:,} is {got[at]}, expected {shown[at]}{more}; {len(bad):,} of {got.size:,} are wrong"
+
+
+def combined(
+    values: Sequence[Array], of: tuple[DType, DType], operation: str | None, rounding: Rounding | None
+) -> Wanted:
+    """Combine the terms of a promise; `of`: the types of the source and of the result."""
+    source, dest = of
+    none = np.zeros(0)
+    same = source is dest and rounding is None
+    if len(values) == 1 and same and values[0].dtype == dest.storage:
+        return Wanted(values[0], none, none, dest)
+    if not source.is_float and not dest.is_float:
+        return Wanted(_whole(values, dest, operation or "sum"), none, none, dest)
+    precise: type[np.floating[Any]] = np.longdouble if dest.name == "float64" else np.float64
+    terms = [_precise(one, source, precise) for one in values]
+    result, scale, error = _floats(terms, operation or "sum")
+    coarse = max((source.name, dest.name), key=lambda name: ROUNDOFF[_kind(name)])
+    tolerance = error * ROUNDOFF[_kind(coarse)] * scale + 2 * error * SMALLEST[_kind(coarse)] * _swell(terms, operation)
+    if operation in ("max", "min") and same:
+        tolerance = np.zeros_like(scale)
+    if rounding is not None:
+        kind = _kind(rounding.element)
+        tolerance = tolerance + scale * (1 + ROUNDOFF[kind]) ** rounding.times - scale
+        floor = FLOAT8_FLOOR * scale.max(initial=0) if kind == "float8" else SMALLEST[kind]
+        tolerance = tolerance + len(terms) * rounding.times * floor
+    tolerance = np.where(_swell(terms, operation) > LARGEST.get(_kind(coarse), np.inf), np.inf, tolerance)
+    return Wanted(None, result, np.asarray(tolerance, result.dtype), dest)
+
+
+def _kind(name: str) -> str:
+    return "float8" if name.startswith("float8") else name
+
+
+def _precise(values: Array, of: DType, precise: type[np.floating[Any]]) -> Array:
+    """In the type in which it is evaluated; what a task made of floats is so already."""
+    is_made = of.is_float and values.dtype == np.float64 != of.storage
+    return (values if is_made or not of.is_float else of.widen(values)).astype(precise)
+
+
+def _whole(values: Sequence[Array], dtype: DType, operation: str) -> Array:
+    """Integers as they wrap, truth values by `or` and `and`."""
+    if dtype.name == "bool":
+        return reduce(np.logical_or if operation in ("sum", "max") else np.logical_and, values)
+    function = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}[operation]
+    return reduce(lambda left, right: function(left, right, dtype=dtype.storage, casting="unsafe"), values)
+
+
+def _floats(terms: Sequence[Array], operation: str) -> tuple[Array, Array, int]:
+    """The combination, what its errors are relative to, and how many roundings there are at most."""
+    total, size = reduce(np.add, terms), reduce(np.add, [np.abs(one) for one in terms])
+    match operation:
+        case "sum":
+            return total, size, len(terms) + 1
+        case "avg":
+            return total / len(terms), size / len(terms), 2 * len(terms) + 2
+        case "prod":
+            made = reduce(np.multiply, terms)
+            return made, np.abs(made), len(terms) + 1
+        case "max" | "min":
+            made = reduce(np.maximum if operation == "max" else np.minimum, terms)
+            return made, reduce(np.maximum, [np.abs(one) for one in terms]), 1
+        case unknown:
+            raise AssertionError(unknown)
+
+
+def _swell(terms: Sequence[Array], operation: str | None) -> Array:
+    """By how much a product may enlarge the error of a part of it, and how large that part may be."""
+    if operation != "prod":
+        return np.ones_like(terms[0])
+    return reduce(np.multiply, [np.maximum(np.abs(one), 1) for one in terms])
