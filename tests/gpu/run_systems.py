@@ -7,8 +7,9 @@
 Collectives, loaded schedules, overlapped products, all-reduce + RMSNorm, experts, sequence attention and dispatched
 attention, of random shapes, in random order, eagerly and in replayed CUDA graphs, with GPU and host delays of each
 rank's own and no barrier between calls. Every rank draws all ranks' inputs from the seed of the call and computes its
-own result by the words of the contract, so nothing but the calls under test communicates. Exit code 1: a wrong result,
-an exception, or no time for all calls.
+own result by the words of the contract, so nothing but the calls under test communicates. Before that
+`extremes` compares the bits of maxima and minima between ranks. Exit code 1: a wrong result, an exception, or no time
+for all calls.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from repeated import Repeated
 from run_products import Products
 from run_rms_norm import Norms
 from run_rms_norm import Shape as Norm
-from runner import Parts
+from runner import Part, Parts
 
 import commdsl
 from commdsl import dispatch, ep
@@ -248,10 +249,53 @@ def kinds(run: Parts, dice: random.Random) -> list[Callable[[], Repeated]]:
     return found
 
 
+FLOATS = {torch.bfloat16: (torch.int16, 7), torch.float16: (torch.int16, 10), torch.float32: (torch.int32, 23)}
+"""By dtype the integer of its size, and the bits of its mantissa."""
+
+
+def odd_values(run: Parts, dtype: torch.dtype, seed: int) -> list[Any]:
+    """Return for every rank zeros of both signs and quiet NaNs of several payloads and signs among other numbers."""
+    integer, mantissa = FLOATS[dtype]
+    bits = 8 * dtype.itemsize
+    infinity = (1 << (bits - 1)) - (1 << mantissa)
+    nans = [infinity | 1 << (mantissa - 1) | payload for payload in (0, 1, 5)]
+    known = torch.tensor([0, 0, 0, 1 << mantissa, infinity, *nans], dtype=integer, device=run.device)
+    dice = generator(run, seed)
+    draw = partial(torch.randint, generator=dice, device=run.device)
+    size = 1000 + seed
+    signs = [draw(0, 2, (size,)).to(integer) * torch.iinfo(integer).min for _ in range(run.ranks)]
+    return [(known[draw(0, len(known), (size,))] | sign).view(dtype) for sign in signs]
+
+
+def extremes(run: Parts) -> None:
+    """Maxima and minima have the same bits on every rank: -0 is below +0, and there is one NaN."""
+    schedules = [name for name in SCHEDULES if "doubling" not in name or run.ranks & (run.ranks - 1) == 0]
+
+    def work(dtype: torch.dtype) -> int:
+        wrong, integer = 0, FLOATS[dtype][0]
+        for seed, (name, op) in enumerate((name, op) for name in schedules for op in ("max", "min")):
+            x = odd_values(run, dtype, seed)
+            found = commdsl.load(name, ranks=run.ranks)(x[run.rank], op=op)
+            bits = run.everyone(found.view(integer).cpu())
+            of_all = torch.stack(x).double()
+            has_nan = of_all.isnan().any(0)
+            wanted = of_all.amax(0) if op == "max" else of_all.amin(0)
+            are_zero = (of_all == 0).all(0)
+            negative = of_all.signbit().all(0) if op == "max" else of_all.signbit().any(0)
+            right = all(torch.equal(one, bits[0]) for one in bits) and torch.equal(found.isnan(), has_nan)
+            right = right and len(found[has_nan].view(integer).unique()) == 1
+            right = right and torch.equal(found[~has_nan].double(), wanted[~has_nan])
+            wrong += not (right and torch.equal(found.signbit()[are_zero], negative[are_zero]))
+        return wrong
+
+    for dtype in FLOATS:
+        run.attempt_in_time(Part("extremes", f"max and min of {dtype}", 2 * len(schedules)), partial(work, dtype))
+
+
 def storm(run: Parts) -> None:
     dice = random.Random(run.options.seed)
     repeated.storm(run, dice, kinds(run, dice))
 
 
 if __name__ == "__main__":
-    runner.run_parts(Parts, {"storm": storm}, __doc__, calls=2000, seconds=240.0, grace=GRACE)
+    runner.run_parts(Parts, {"extremes": extremes, "storm": storm}, __doc__, calls=2000, seconds=240.0, grace=GRACE)
