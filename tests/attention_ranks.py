@@ -49,7 +49,7 @@ class Simulated:
     """
 
     def __init__(self, table: Sequence[Shown], carries: bool = False, name: str = "simulated") -> None:
-        self.name = name
+        self.name = self.shown = name
         self._table = table
         self._ranks, self._chunks = table[0].origin[0].shape[:2]
         self._carries = carries

@@ -220,7 +220,7 @@ class FakeGpu:
         """A tensor of the processor leads to the GPU; what waits there waits for two seconds."""
         nodes = self.nodes_of.get(member.bootstrap.rank, self.nodes)
         config = replace(
-            from_environment(), transport=self.transport, nodes=nodes, timeout=2.0, arena_bytes=ARENA_BYTES
+            from_environment(), transport=self.transport, nodes=nodes, timeout=6.0, arena_bytes=ARENA_BYTES
         )
         config = replace(config, share_gpus=self.share_gpus)
         return device.DeviceCommunicator(name, member.bootstrap, config, torch.device("cuda", 0), member.world)

@@ -578,6 +578,8 @@ def started(words: str, **options: Any) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = f"exec {shlex.quote(sys.executable)} -m commdsl {words}"
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # A shell that started the tests in the background has left SIGINT ignored, which children would inherit.
+    streams |= {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     return subprocess.Popen(["bash", "-c", command], env=environment, **{**streams, **options})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -15,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-import commdsl
 from commdsl.runtime import watch
 from commdsl.runtime.bootstrap import Board, SharedBootstrap, ThreadBootstrap
 from commdsl.runtime.watch import Watcher, own_process
@@ -120,7 +120,9 @@ def test_out_of_sight(child: subprocess.Popen[bytes]) -> None:
 @pytest.mark.parametrize("how", ["removed", "let go"])
 def test_nothing_is_left(child: subprocess.Popen[bytes], how: str) -> None:
     """Thread, pipe, descriptors and the wakeup descriptor end with the last who watches."""
-    commdsl.shutdown()  # of groups of other tests
+    for one in tuple(watch.watcher()._watched):  # groups of other tests
+        watch.watcher().remove(one)
+    gc.collect()
     assert comes(lambda: threads() == [])
     before = descriptors()
     watcher, seat = Watcher(), Seat(own_process(), name_of(child.pid))
