@@ -43,7 +43,7 @@ def loaded(name: str, ranks: int) -> Any:
 
 
 class InjectedError(Exception):
-    """What a step of a call raises here."""
+    """An error that is injected into a step of a call."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def run(case: Case, length: int) -> Result:
 
 
 def _fault(case: Case, errors: Sequence[BaseException | None], spread: float) -> str:
-    """What is wrong with how a case ended; nothing where all is right."""
+    """Return what is wrong with the end of a case, empty if nothing is."""
     if case.kind == "agree" or (case.kind == "injected" and not any(errors)):
         return "" if not any(errors) else "ranks that agree raised"
     if any(isinstance(one, commdsl.CommTimeout | commdsl.RendezvousError) for one in errors):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from itertools import product as pairs
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -30,6 +29,7 @@ from commdsl.program.lower.visits import lower_visits  # noqa: E402
 from commdsl.program.plan import Plan  # noqa: E402
 from commdsl.program.visited import launches  # noqa: E402
 from commdsl.runtime import fused  # noqa: E402
+from commdsl.runtime.products import Cut  # noqa: E402
 from commdsl.runtime.turns import Places, given_to, have_turns, products_of, summed, turns_of, unordered  # noqa: E402
 
 EARLIER = Path(__file__).parent / "earlier_product.comm"
@@ -108,7 +108,7 @@ def open_orders(plan: Plan, places: Places) -> Iterator[tuple[int, int]]:
 
 
 def test_open_orders_are_found(tmp_path: Path) -> None:
-    """Of random programs exactly those are refused in which a product may come before one it depends on."""
+    """Exactly those random programs are refused in which a product may come before one it depends on."""
     found = {True: 0, False: 0}
     for seed in range(600):
         try:
@@ -129,20 +129,14 @@ def test_open_orders_are_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "ranks", "pieces"), CASES)
 def test_shipped_schedules_are_fused(name: str, ranks: int, pieces: int) -> None:
-    """Of every shipped schedule all products have an order."""
+    """All products of every shipped schedule have an order."""
     ended = [params for other, params in ENDED if other == name]
     for params, rank in pairs([{}, *ended], range(ranks)):
         program = commdsl.load(FOLDER / f"{name}.comm", params={"C": pieces, **params}, ranks=ranks).program(ranks)
         assert program.visits is not None
-        cut = fused_cut(program, rank)
+        cut = Cut(program.signature, program.visits, rank)
         assert have_turns(program.visits.plan)
         assert unordered(program.visits.plan, cut.places) is None
-
-
-def fused_cut(program: Any, rank: int) -> Any:
-    from commdsl.runtime.products import Cut
-
-    return Cut(program.signature, program.visits, rank)
 
 
 @pytest.fixture
@@ -163,7 +157,7 @@ def test_a_sum_of_an_earlier_product(
     program = commdsl.load(EARLIER, ranks=2).program(2)
     assert program.visits is not None
     with caplog.at_level(logging.WARNING, "commdsl"):
-        assert not fused.is_ordered(program.visits.plan, fused_cut(program, 0).places)
+        assert not fused.is_ordered(program.visits.plan, Cut(program.signature, program.visits, 0).places)
     assert "`earlier_product`: torch multiplies" in caplog.text
     assert "that `y.0` depends on" in caplog.text
 

@@ -117,7 +117,7 @@ class RingComm(Comm):
         self._is_committed = True
 
     def wait(self) -> None:
-        """As of Comm; the next batch may begin."""
+        """Wait for the posted transfers as `Comm.wait` does; the next batch may begin."""
         super().wait()
         self._begun, self._is_committed = 0, False
 

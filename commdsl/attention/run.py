@@ -113,7 +113,7 @@ def _made(
 
 
 def words(asked: Asked, lengths: tuple[int, ...], shape: tuple[int, int, int, int]) -> str:
-    """What the schedule does not know and all ranks have to agree on."""
+    """Return the words of the settings that the schedule does not have and all ranks must agree on."""
     seen = "all" if asked.left is asked.right is None else f"{_side(asked.left)} before and {_side(asked.right)} after"
     batch, heads, key_heads, dim = shape
     scale = dim**-0.5 if asked.scale is None else asked.scale

@@ -253,7 +253,7 @@ those of the extra `test` serve the tests alone.
 
 
 def probe_packages(config: Config) -> Iterator[Finding]:
-    """Whether the packages of the extras are installed, and what each is for."""
+    """Look for the packages of the extras; each finding says what the package is for."""
     for name, package, purpose, extra in PACKAGES:
         install = f"pip install 'commdsl[{extra}]'"
         try:

@@ -85,7 +85,7 @@ def read(path: Path) -> tuple[File, ...]:
 
 
 def jobs_of(path: Path, files: tuple[File, ...], target: Target, name: str | None = None) -> tuple[Job, ...]:
-    """As `read_jobs`, for one file that was read already. Its topologies, and that of --on, are read in any case."""
+    """Return the jobs of one file that was read already. Its topologies, and that of --on, are read in any case."""
     resolve.topologies(files)
     topology_of(files, target.on, compiler.DEFAULT_RANKS)
     first = {(type(decl), decl.name.text): decl for decl in reversed(compiler.declarations(files))}

@@ -36,10 +36,10 @@ def starter(kind: str, name: str) -> str:
     return re.sub(r"\bNAME\b", name, (STARTERS / f"{kind}.comm").read_text(encoding="utf-8"))
 
 
-def is_name(kind: str, name: str) -> bool:
-    """Return whether what a starter declares can be called so."""
+def is_name(name: str, declaration: str) -> bool:
+    """Return whether a text that declares `name` parses: a word of the language is no name everywhere."""
     try:
-        return name.isidentifier() and bool(parser.parse(Source("", starter(kind, name))))
+        return name.isidentifier() and bool(parser.parse(Source("--name", declaration)))
     except CommError:
         return False
 
@@ -54,7 +54,7 @@ def new(kind: str, path: Path | None, *, as_json: bool) -> Exit:
         raise UsageError(f"no starter for `{kind}`: {hint}")
     target = path or Path(f"my_{wanted}.comm")
     name = target.stem.replace("-", "_")
-    if not is_name(wanted, name):
+    if not is_name(name, starter(wanted, name)):
         raise UsageError(f"the file's name names what it declares, and `{target.stem}` is not a name")
     if target.exists():
         raise UsageError(f"{target} is there already")

@@ -18,10 +18,11 @@ from commdsl.commands.arguments import UsageError, parse_on
 from commdsl.commands.budget import MOST_RANKS
 from commdsl.commands.jobs import topology_of
 from commdsl.commands.lengths import Documents, read
+from commdsl.commands.new import is_name
 from commdsl.commands.output import Exit
 from commdsl.ir.plans import DispatchPlan, routing
 from commdsl.ir.routes import Mask
-from commdsl.language.diagnostics import CommError, InternalError
+from commdsl.language.diagnostics import InternalError
 from commdsl.language.syntax import File, PlanDecl
 from commdsl.machine.topology import NO_LINK, Topology, link_of, switch
 from commdsl.planner import packing
@@ -221,20 +222,10 @@ def parse(
     """The options as they are written; UsageError says what is expected."""
     if ranks is not None and ranks > MOST_RANKS:
         raise UsageError(f"--ranks {ranks}: more than are planned at once; --ranks {MOST_RANKS} would fit")
-    if name is not None and not is_name(name):
+    if name is not None and not is_name(name, f"plan {name} for 1 ranks {{ causal }}"):
         raise UsageError(f"--name `{name}`: expected a name as in a .comm file")
     goal = Goal(parse_tolerance(tolerance), shortest, parse_widths(widths), relay)
     return Wanted(ranks, parse_on(on), name, Mask(mask) if mask else None, queries, keys, goal)
-
-
-def is_name(text: str) -> bool:
-    """Whether a plan can be called so; a word of the language cannot be a name everywhere."""
-    try:
-        return text.isidentifier() and bool(
-            compiler.read_text(f"plan {text} for 1 ranks {{ causal }}", "--name", Path())
-        )
-    except CommError:
-        return False
 
 
 def parse_tolerance(text: str) -> float:

@@ -81,7 +81,7 @@ class Ran:
 
     @cached_property
     def _lengths(self) -> dict[str, list[list[int]]]:
-        """By buffer and rank the elements of its blocks."""
+        """Return the elements of all blocks, by buffer and rank."""
         found = {}
         for buffer in self.schedule.buffers:
             of = self.type_of(buffer.name)
@@ -166,7 +166,7 @@ def _unknown(ran: Ran, contract: Contract) -> str:
 
 
 def _given(ran: Ran, buffer: int, at: Chunk) -> Array:
-    """What a chunk of the source holds: what the caller gives, or what a task of ours makes of that."""
+    """Return the contents of a chunk of the source: the input, or the result of one of our tasks on it."""
     schedule = ran.schedule
     name = schedule.buffers[buffer].name
     if schedule.buffers[buffer].kind is not BufferKind.SCRATCH:
@@ -191,7 +191,7 @@ def promises(schedule: Schedule, contract: Contract) -> Iterator[Promise]:
     every = range(count)
 
     def mine(rank: int, chunk: int) -> int:
-        """Where a rank keeps a chunk of the part that is its own."""
+        """Return the place of a chunk of the part that a rank owns."""
         return rank * count + chunk if in_place else chunk
 
     match contract.name:
@@ -233,7 +233,7 @@ def _written_out(contract: Contract) -> Iterator[Promise]:
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """What a chunk must hold: these very elements, or floats within a tolerance (infinite: anything)."""
+    """The expected contents of a chunk: exact elements, or floats within a tolerance (infinite: anything)."""
 
     exact: Array | None
     values: Array
@@ -325,7 +325,7 @@ def _floats(terms: Sequence[Array], operation: str) -> tuple[Array, Array, int]:
 
 
 def _swell(terms: Sequence[Array], operation: str | None) -> Array:
-    """By how much a product may enlarge the error of a part of it, and how large that part may be."""
+    """The factor by which a product may enlarge the error of a part of it, and the largest size of that part."""
     if operation != "prod":
         return np.ones_like(terms[0])
     return reduce(np.multiply, [np.maximum(np.abs(one), 1) for one in terms])

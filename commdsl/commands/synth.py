@@ -17,6 +17,7 @@ from commdsl import compiler
 from commdsl.commands import output
 from commdsl.commands.arguments import UsageError, parse_on
 from commdsl.commands.jobs import topology_of
+from commdsl.commands.new import is_name
 from commdsl.commands.output import Exit
 from commdsl.commands.report import cost_lines, time_text
 from commdsl.commands.summary import cost_json
@@ -173,14 +174,6 @@ def parse(collective: str, on: str | None, name: str | None, root: int | None) -
         raise UsageError("for which machine? --on TOPOLOGY; `commdsl list` names those that are shipped")
     if root is not None and not known[word].is_rooted:
         raise UsageError(f"--root is for broadcast and reduce, not for {word}")
-    if name is not None and not is_name(name):
+    if name is not None and not is_name(name, f"schedule {name} for P ranks {{}}"):
         raise UsageError(f"--name `{name}`: expected a name as in a .comm file")
     return Wanted(known[word], parse_on(on) or on, name, root or 0)
-
-
-def is_name(text: str) -> bool:
-    """Whether a schedule can be called so."""
-    try:
-        return text.isidentifier() and bool(compiler.read_text(f"schedule {text} for P ranks {{}}", "--name", Path()))
-    except CommError:
-        return False

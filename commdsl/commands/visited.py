@@ -51,7 +51,7 @@ class Visited:
         return self._made(step, rank, given)
 
     def handings(self, expected: interpret.Result) -> list[Handing]:
-        """What the oracle handed over, yield by yield."""
+        """Return the buffers that the reference interpreter handed over, yield by yield."""
         yielded, seen, ranks = iter(expected.yields), iter(self._seen), self._schedule.num_ranks
         steps = (step for step in self._schedule.steps if isinstance(step, Yield))
         return [

@@ -143,7 +143,7 @@ class Exchange:
         return self.experts.combine_values(values, handle)
 
     def coming(self, *like: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """As of Experts: where the rows of the next call, like these, and their values will be written."""
+        """Return the memory that the next call with such rows will write, and that of their values."""
         rows, values = self.experts.coming(*like)
         assert values is not None
         return rows, values
@@ -187,7 +187,7 @@ class Exchange:
 
     @property
     def is_released(self) -> bool:
-        """Whether the symmetric memory was released, so that no call can be made any more."""
+        """True once the symmetric memory was released: no call can be made any more."""
         return self.experts.is_released
 
     def synchronize(self) -> None:

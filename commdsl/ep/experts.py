@@ -327,7 +327,7 @@ class Experts:
 
     @property
     def is_released(self) -> bool:
-        """Whether the symmetric memory was released, so that no call can be made any more."""
+        """True once the symmetric memory was released: no call can be made any more."""
         return self._there.launches.is_closed
 
     @property

@@ -207,7 +207,7 @@ class EPAll2AllLayer(Configured, torch.nn.Module):
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _known_of(self, desc: Any) -> Known:
-        """What a descriptor knows, which is one of this layer's."""
+        """Return the routing behind a descriptor. Raises ArgumentError for anything but a layout descriptor."""
         if not isinstance(desc, EPAllToAllLayoutDesc):
             raise ArgumentError(
                 "`ep_a2a_layout_desc` is an EPAllToAllLayoutDesc, the third result of `dispatch`, not "

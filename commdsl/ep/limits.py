@@ -141,7 +141,7 @@ class Limits:
         self._fits_back(rows)
 
     def _fits_back(self, rows: torch.Tensor) -> None:
-        """As `_fits`, with the cast that would make rows narrow enough."""
+        """Raise as `_fits` does; the error names the cast that makes rows narrow enough."""
         nbytes, narrow = row_bytes(rows), torch.bfloat16
         if nbytes > self.width_back >= nbytes // rows.element_size() * narrow.itemsize:
             raise TensorError(

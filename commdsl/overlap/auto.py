@@ -193,7 +193,7 @@ def _unscheduled(product: Product, device: str) -> str:
 
 @lru_cache(maxsize=1024)
 def choose(product: Product, device: str, on: str | None = None) -> Choice:
-    """As `choice`. Tables are read once a process; they are measured on a device, and say nothing of a topology."""
+    """Return the choice for a product. Tables are read once a process and say nothing of a topology."""
     tables = selection.known_tables(from_environment().tables) if on is None else ()
     rows = selection.measured(tables, product.name, product.ranks, device)
     if rows is not None:

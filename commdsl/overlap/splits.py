@@ -61,7 +61,7 @@ class Split:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether a torch process group of several ranks has the blocks."""
+        """True if a torch process group of several ranks has the blocks."""
         group = self._process_group()
         return group is not None and group.size() > 1
 
@@ -123,7 +123,7 @@ class Split:
         return x if self.parts == 1 else x.unflatten(self.dim, (self.parts, -1))
 
     def _is_laid_out(self, value: Any) -> bool:
-        """Whether the local tensor of a DTensor of the whole is this rank's block."""
+        """Return whether the local tensor of a DTensor of the whole is this rank's block."""
         group, mesh, tensors = self._process_group(), value.device_mesh, _distributed_tensors()
         if group is None or mesh.mesh.flatten().tolist() != torch.distributed.get_process_group_ranks(group):
             return False

@@ -142,7 +142,7 @@ class Breaking(Meeting):
                 self.reports.alarm()
 
     def look(self, absent: Sequence[int], elsewhere: set[int]) -> None:
-        """Where this rank waits outside of kernels."""
+        """Check, during a wait outside of kernels, for reports of peers; raise what they mean for this rank."""
         with self.hearing:
             self._raise_heard()
             found = self._told(self.reports)
@@ -212,7 +212,7 @@ class Breaking(Meeting):
 
 
 def step_key(generation: int, number: int, rank: int) -> str:
-    """Where a rank reports a step: under the key of the exchange, if it is one."""
+    """Return the key under which a rank reports a step: that of the exchange, if the step is one."""
     return f"{generation}/step/{number}/{rank}"
 
 

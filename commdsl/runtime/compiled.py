@@ -51,7 +51,7 @@ class CompiledOp:
             return found
 
     def traced(self, group_name: str) -> Program:
-        """What shapes depend on: the group's size, or the assumed one where the group is not known."""
+        """Return the program for the group's size, or for the assumed one where the group is not known."""
         return self.program(groups.size_of(group_name) or self.ranks)
 
     def held(self, group: Any = None) -> tuple[Held, ...]:
@@ -65,7 +65,7 @@ class CompiledOp:
         return visits.held
 
     def lands(self, group: Any = None) -> bool:
-        """Whether what a visit is handed may lie in symmetric memory, which the next call has: to keep it, copy it."""
+        """Return whether buffers of a visit may lie in symmetric memory, which the next call reuses."""
         return any(landing(one.plan) for one in (self.traced(groups.name_of(group)).visited,) if one is not None)
 
     def synchronize(self, group: Any = None) -> None:

@@ -122,7 +122,7 @@ def different_lengths(record: ErrorRecord, said: Said) -> AgreementError:
 def different_calls(
     one: int, other: int, rank: int, known: tuple[Words | None, Words | None], said: Said
 ) -> AgreementError:
-    """Of ranks `one` and `other`, as `rank` raises it. `known`: its own call, and the other's if it knows."""
+    """Return the error of ranks `one` and `other`, as `rank` raises it. `known`: its own call, the other's if known."""
     mine, theirs = known[0] or UNKNOWN, known[1]
     said.say(mine, f"ranks {one} and {other} make different calls", one=one, other=other, differs=True)
     sides = []

@@ -47,7 +47,7 @@ class Joining(Breaking):
 
     @property
     def compares(self) -> bool:
-        """Whether ranks compare each call before they make it: where COMMDSL_DEBUG is set on any of them."""
+        """True if ranks compare each call before they make it: COMMDSL_DEBUG is set on at least one of them."""
         return self._compared is not None
 
     def compare(self, call: str, line: str = "") -> None:
@@ -90,7 +90,7 @@ class Joining(Breaking):
         """Collective: as `open`, from `members` to `open_desk`."""
 
     def _announced(self) -> tuple[str, ...]:
-        """By rank its process, as far as it has announced itself."""
+        """Return the process of each rank, empty for one that has not announced itself."""
         return tuple(self.world.process(rank) for rank in self.world.ranks)
 
     def _watch(self, processes: tuple[str, ...]) -> None:
@@ -101,7 +101,7 @@ class Joining(Breaking):
 
     @property
     def everyone(self) -> SharedBootstrap:
-        """Where all processes report."""
+        """The store in which all processes report."""
         return self.world.bootstrap
 
     def look(self, absent: Sequence[int], elsewhere: set[int]) -> None:
@@ -164,7 +164,7 @@ class Joining(Breaking):
         return where
 
     def _answer(self, key: str, rank: int) -> bytes:
-        """What another rank says under a key, soon; empty if it does not."""
+        """Wait shortly for the value of another rank under a key; return empty bytes if none comes."""
         deadline = time.monotonic() + TEXT_SECONDS
         while (found := self.reports.get(key)) is None and time.monotonic() < deadline and rank not in self.gone:
             time.sleep(POLL_SECONDS)

@@ -134,7 +134,7 @@ class Pool:
             place.shape(results, self._at(place, results, like, goes=goes))
 
     def look(self, results: Results, like: Sequence[torch.Tensor], *, goes: bool) -> list[torch.Tensor]:
-        """What `take` will return next, without taking it, to be copied at once: it does not keep the memory."""
+        """Return what `take` will return next, without taking it. It does not keep the memory: copy it at once."""
         return self._at(self._free(goes), results, like, goes=goes)
 
     def _at(self, place: Place, results: Results, like: Sequence[torch.Tensor], *, goes: bool) -> list[torch.Tensor]:
@@ -154,7 +154,7 @@ class Pool:
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody holds a result, or a tensor that was lent."""
+        """Return whether a result, or a tensor that was lent, is still held."""
         return any(place.is_held for places in (*self._places, self._loans) for place in places)
 
     @property

@@ -91,21 +91,21 @@ def unordered(plan: Plan, places: Places) -> Visit | None:
     for it is awaited: by the word of the source before rows and factor are read, by any word of the turn before its
     result is written. Nothing waits for the bias and the residual, so nothing in the call may write them.
     """
-    beside, first = launches(plan), 0
+    beside, everything = launches(plan), products_of(plan)
     over = [0, *accumulate((launch.after for launch in beside), max)]  # products, by how many launches are over
     written = {kept for launch in beside for kept in launch.writes}
-    for products, turn in zip(summed(products_of(plan)), turns_of(plan, places), strict=True):
-        before = products_of(plan)[:first]
+    first = 0
+    for products, turn in zip(summed(everything), turns_of(plan, places), strict=True):
+        before = everything[:first]
         end = over[max(turn.sums_there, *(source.there for source in turn.sources)) + 1]
-        made = {kept for one in before for kept in one.writes}
+        never_awaited = written | {kept for one in before for kept in one.writes}
         for one, source in zip(products, turn.sources, strict=True):
-            begun = over[source.there + 1]
-            for number, other in enumerate(before):
-                is_read_early = number >= begun and {*one.reads[:2]} & {*other.writes}
-                touched = {*other.reads, *other.writes} & {*one.writes} or {*_sums(one)} & {*other.writes}
-                if is_read_early or (number >= end and touched):
-                    return one
-            if {one.reads[1], *filter(None, given_to(one))} & (written | made):
+            if {one.reads[1], *filter(None, given_to(one))} & never_awaited:
+                return one
+            if any({*one.reads[:2]} & {*other.writes} for other in before[over[source.there + 1] :]):
+                return one
+            needs, makes = {*_sums(one)}, {*one.writes}
+            if any(needs & {*other.writes} or makes & {*other.reads, *other.writes} for other in before[end:]):
                 return one
         first += len(products)
     return None

@@ -49,7 +49,7 @@ class Watched(Protocol):
 
     @property
     def everyone(self) -> SharedBootstrap:
-        """Where all processes report."""
+        """The store in which all processes report."""
         ...
 
     def hear(self, world: SharedBootstrap) -> bool:

@@ -333,7 +333,7 @@ class _Machine:
                 )
 
     def _check_slower(self, topology: Topology, degraded: Mapping[tuple[int, int], tuple[Span, float]]) -> None:
-        """What is degraded carries less than its link does."""
+        """Raise C120 unless a degraded link carries something, and less than it is declared to."""
         pairs = np.array(list(degraded), np.int32).reshape(-1, 2)
         links = link_of(topology, pairs[:, 0], pairs[:, 1])
         whole = wire_bandwidth(topology, pairs[:, 0], pairs[:, 1], links)
