@@ -84,6 +84,11 @@ class Result:
     spread: float
     fault: str
 
+    @property
+    def is_late(self) -> bool:
+        """True if the last rank raised more than `SOON` after the first, besides the time that ranks slept."""
+        return self.case.kind != "agree" and self.spread > SOON + max(self.case.naps)
+
 
 def drawn(dice: random.Random, ranks: int) -> Case:
     """Return a case of any kind."""
@@ -154,13 +159,13 @@ def run(case: Case, length: int) -> Result:
     found = outcomes(case.ranks, work, 3 * SECONDS)
     errors = tuple(one if isinstance(one, BaseException) else None for one in found)
     spread = max(at) - max(min(at), *([0.0]))
-    fault = _fault(case, errors, spread)
+    fault = _fault(case, errors)
     for name in names:
         groups.release(name)
     return Result(case, errors, spread, fault)
 
 
-def _fault(case: Case, errors: Sequence[BaseException | None], spread: float) -> str:
+def _fault(case: Case, errors: Sequence[BaseException | None]) -> str:
     """Return what is wrong with the end of a case, empty if nothing is."""
     if case.kind == "agree" or (case.kind == "injected" and not any(errors)):
         return "" if not any(errors) else "ranks that agree raised"
@@ -168,8 +173,6 @@ def _fault(case: Case, errors: Sequence[BaseException | None], spread: float) ->
         return "a time-out"
     if any(one is None for one in errors):
         return "a rank did not raise"
-    if spread > SOON + max(case.naps):
-        return "late"
     if case.kind == "injected":
         others = [one for rank, one in enumerate(errors) if rank != case.odd]
         if not all(isinstance(one, OpError) and "in " in str(one) for one in others):
@@ -232,15 +235,14 @@ def main() -> int:
     asked = parser.parse_args()
     found = series(asked.count, asked.ranks, asked.seed, asked.time_budget)
     for number, one in enumerate(found):
-        if asked.verbose or one.fault:
+        if asked.verbose or one.fault or one.is_late:
             errors = " | ".join(f"{type(error).__name__}: {error}"[:240] for error in one.errors)
-            print(
-                f"{number} {one.case.kind}, rank {one.case.odd}: {one.fault or 'right'}, {one.spread:.3f} s: {errors}"
-            )
+            how = one.fault or ("late" if one.is_late else "right")
+            print(f"{number} {one.case.kind}, rank {one.case.odd}: {how}, {one.spread:.3f} s: {errors}")
     for kind in KINDS:
         spreads = [one.spread - max(one.case.naps) for one in found if one.case.kind == kind]
         print(f"{kind}: {len(spreads)} cases, longest {max(spreads, default=0.0):.3f} s")
-    faults = sum(bool(one.fault) for one in found)
+    faults = sum(bool(one.fault) or one.is_late for one in found)
     print(f"{len(found)} cases, {faults} faults")
     return int(faults > 0)
 

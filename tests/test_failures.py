@@ -35,7 +35,7 @@ def on_ranks(names: tuple[str, ...], work: Callable[[int], Any]) -> list[Any]:
 
 def test_disagreements() -> None:
     """Of sixty drawn disagreements and injected errors none ends by a time-out: all ranks raise, with the reason."""
-    faults = [(one.case, one.fault, one.errors) for one in series(60, 3, 11) if one.fault]
+    faults = [f"{one.fault}: {one.case.kind}, {one.errors}" for one in series(60, 3, 11) if one.fault]
     assert faults == []
 
 
