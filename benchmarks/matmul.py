@@ -30,10 +30,11 @@ import torch
 from benchmarks.measure import captured
 from benchmarks.report import grid
 from commdsl.build import nvrtc
-from commdsl.build.matmul import ARCH, FLOAT8, Product, Tiling, emitted
+from commdsl.build.emit import Emitted
+from commdsl.build.matmul import ARCH, FLOAT8, Product, Tiling, alone, emitted, form_of
 from commdsl.build.tilings import WAYS, ranked
 from commdsl.machine.config import from_environment
-from commdsl.runtime.matmul import Addresses, Launch, Matmul, Matrices
+from commdsl.runtime.matmul import Addresses, Launch, Mapped, Matmul, Matrices, Side
 
 SMS, FEWER = 132, 116
 SHAPES = ((8192, 3584), (8192, 1280), (5120, 3456), (3584, 8192), (1024, 8192), (3456, 5120))
@@ -50,14 +51,14 @@ FORMS: tuple[tuple[str, dict[str, object]], ...] = (
     ("float16", {"dtype": "float16", "result": "float16"}),
     ("to float32", {"result": "float32"}),
     ("float8 to float32", {"dtype": FLOAT8, "result": "float32"}),
-    ("float8 to float16", {"dtype": FLOAT8, "result": "float16", "bias": True, "residual": True}),
+    ("float8 to float16", {"dtype": FLOAT8, "result": "float16", "bias": True, "adds": True}),
     ("A not deep", {"a_deep": False}),
     ("neither deep", {"a_deep": False, "b_deep": False}),
     ("bias", {"bias": True}),
-    ("residual", {"residual": True}),
+    ("residual", {"adds": True}),
     ("bias, GELU", {"bias": True, "gelu": True}),
     ("gated", {"gated": True}),
-    ("gated, bias", {"gated": True, "bias": True, "residual": True}),
+    ("gated, bias", {"gated": True, "bias": True, "adds": True}),
 )
 SIZES = ((128, 128, 64), (256, 256, 256), (384, 512, 1024), (1000, 1048, 520), (8, 8, 8), (130, 2056, 72), (2048,) * 3)
 
@@ -73,7 +74,7 @@ class Case:
         self.a, self.b = deep, self._matrix(wide, product.depth, product.b_deep, whole)
         self.bias = self._matrix(1, wide, True, whole)[0].to(self.result) if product.bias else None
         self.residual = None
-        if product.residual:
+        if product.adds:
             self.residual = self._matrix(product.rows, product.columns, True, whole).to(self.result)
         self.c = torch.full((product.rows, product.columns), -77.0, dtype=self.result, device="cuda")
         scales = (4.0, 0.125) if product.dtype == FLOAT8 else (1.0, 1.0)
@@ -173,7 +174,7 @@ def kernels() -> list[tuple[str, dict[str, object], Tiling]]:
 
 def faults_of(product: Product, tiling: Tiling) -> list[str]:
     """Of two calls: the second one finds the flags as the first has left them."""
-    case, ours, found = Case(product, whole=True), Matmul(product, tiling, SMS, 0), []
+    case, ours, found = Case(product, whole=True), kernel_of(product, tiling, SMS), []
     launch = prepared(ours, case)
     for _ in range(2):
         case.c.fill_(-77)
@@ -192,7 +193,7 @@ def faults_of_rounding() -> list[str]:
         call()
         return float((case.c.double() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
 
-    ours = Matmul(case.product, ranked(case.product, SMS)[0], SMS, 0)
+    ours = kernel_of(case.product, ranked(case.product, SMS)[0], SMS)
     launch = prepared(ours, case)
     own, torchs, fast = (
         error(call) for call in (lambda: ours(launch), case.by_torch, lambda: case.by_torch(fast=True))
@@ -208,10 +209,9 @@ def faults_of_chain(tiling: Tiling) -> Iterator[str]:
     side, length = 1024, 32
     first = torch.randint(-99, 99, (side, side), device="cuda").to(torch.bfloat16)
     here, there = first.clone(), torch.empty_like(first)
-    ours = Matmul(Product(side, side, side), tiling, SMS, 0)
+    ours = kernel_of(Product(side, side, side), tiling, SMS)
     moves = torch.eye(side, dtype=torch.bfloat16, device="cuda").roll(1, 0)
-    ways = [(Matrices.of(x), Matrices.of(y)) for x, y in ((here, there), (there, here))]
-    launches = [ours.prepare([x], Matrices.of(moves), [y]) for x, y in ways]
+    launches = [ours.prepare(mapped(x, moves, y)) for x, y in ((here, there), (there, here))]
 
     def run() -> None:
         here.copy_(first)
@@ -226,11 +226,22 @@ def faults_of_chain(tiling: Tiling) -> Iterator[str]:
         yield f"on a {name}: {count} of {here.numel()} wrong" if count else ""
 
 
+def kernel_of(product: Product, tiling: Tiling, sms: int) -> Matmul:
+    """The kernel of a launch of one task, with a residual where that adds something."""
+    return Matmul([product], tiling, sms, 0, [alone(product, int(product.adds))], is_alone=True)
+
+
+def mapped(a: torch.Tensor, b: torch.Tensor, *results: torch.Tensor) -> list[Mapped]:
+    """The maps of such a launch: rows, the factor, and what is made and added."""
+    others = ((Matrices.of(one), Side.RESULT) for one in results)
+    return [(Matrices.of(a), Side.ROWS), (Matrices.of(b), Side.FACTOR), *others]
+
+
 def prepared(ours: Matmul, case: Case) -> Launch:
-    bias = 0 if case.bias is None else case.bias.data_ptr()
-    a, b, c, residual = (None if one is None else Matrices.of(one) for one in (case.a, case.b, case.c, case.residual))
-    at = Addresses(bias, scales=tuple(scale.data_ptr() for scale in case.scales))
-    return ours.prepare([a], b, [c], at=at, residual=residual)
+    biases = () if case.bias is None else (case.bias.data_ptr(),)
+    results = [case.c] if case.residual is None else [case.c, case.residual]
+    scales = tuple(scale.data_ptr() for scale in case.scales)
+    return ours.prepare(mapped(case.a, case.b, *results), Addresses(biases, scales=scales))
 
 
 def build_ahead(wanted: Iterable[tuple[Product, Tiling]]) -> None:
@@ -238,10 +249,10 @@ def build_ahead(wanted: Iterable[tuple[Product, Tiling]]) -> None:
     config = from_environment()
 
     def build(product: Product, tiling: Tiling) -> None:
-        nvrtc.build(emitted(product, tiling), product.defines(), config, ARCH)
+        nvrtc.build(text_of(product, tiling), product.defines(), config, ARCH)
 
     several = {
-        emitted(product, tiling).digest + product.dtype + product.result: (product, tiling)
+        text_of(product, tiling).digest + product.dtype + product.result: (product, tiling)
         for product, tiling in wanted
     }
     first, *others = several.values()
@@ -253,6 +264,10 @@ def build_ahead(wanted: Iterable[tuple[Product, Tiling]]) -> None:
             done.result()
     took = time.monotonic() - started
     print(f"NVRTC {nvrtc.version()}: one kernel {alone:.2f} s, all {len(several)} {took:.1f} s", flush=True)
+
+
+def text_of(product: Product, tiling: Tiling) -> Emitted:
+    return emitted(form_of([product], [alone(product, int(product.adds))]), tiling)
 
 
 def times_of(calls: dict[str, Callable[[], object]], flops: float) -> dict[str, float]:
@@ -276,7 +291,7 @@ def row_of(product: Product, count: int) -> list[str]:
     calls: dict[str, Callable[[], object]] = {"cuBLAS": case.by_torch}
 
     def add(tiling: Tiling, sms: int) -> None:
-        ours = Matmul(product, tiling, sms, 0)
+        ours = kernel_of(product, tiling, sms)
         launch = prepared(ours, case)
         calls[f"{name_of(tiling)} on {sms}"] = lambda: ours(launch)
 

@@ -35,6 +35,7 @@ from commdsl.program.lower.routed import lower_dispatch
 from commdsl.program.lower.visits import lower_visits
 from commdsl.program.memory import Transport
 from commdsl.program.plan import Plan
+from commdsl.program.pushed import pushing
 from commdsl.program.verify import verify
 from commdsl.program.visited import plan_of, segments
 
@@ -79,11 +80,13 @@ class CheckedSchedule:
     """A schedule that was proved for its rank count and topology, and the Plan that was proved with it.
 
     `visits` is the Plan that stops at each yield, None without yields; where one has a body, there is no other.
+    `pushing`: with `matmul push`, the Plan whose tasks store results on peers, for sizes where they can.
     """
 
     schedule: Schedule
     plan: Plan
     visits: Plan | None
+    pushing: Plan | None
     report: Report
     warnings: tuple[Diagnostic, ...]
 
@@ -305,15 +308,15 @@ def check_schedule(files: tuple[File, ...], decl: ScheduleDecl, given: Given) ->
     warnings = (*resolve.warnings(files, decl), *found)
     unbuilt = (*unbuilt_schedule(meant), *unbuilt_lengths(meant), *unbuilt_casts(meant, given.transport))
     _raise_errors((*unbuilt, *tasks_without_kernel(meant, given.transport)))
-    moving, _ = ending(meant)
-    stopped = stopping(moving).schedule
+    stopped = stopping(ending(meant)[0]).schedule
     visits = lower_visits(stopped, given.transport) if meant.stops else None
     plan = visits if visits is not None and meant.has_bodies else lower(meant, given.transport)
-    for one in dict.fromkeys(one for one in (plan, visits) if one is not None):
+    pushed = pushing(visits) if visits is not None and meant.tuning.matmul == "push" else None
+    for one in dict.fromkeys(one for one in (plan, visits, pushed) if one is not None):
         verify(one)
         warnings += _raise_errors(checks.check_plan(stopped, one))
-    costs = report(meant)
-    return CheckedSchedule(meant, plan, visits, costs, (*warnings, *far_from_bound(meant, costs)))
+    warnings += (*far_from_bound(meant, costs := report(meant)),)
+    return CheckedSchedule(meant, plan, visits, pushed, costs, warnings)
 
 
 def check_dispatch(files: tuple[File, ...], decl: DispatchDecl, given: Given) -> CheckedDispatch:
@@ -342,8 +345,8 @@ def _lowered(meant: Dispatch, transport: Transport) -> tuple[Plan, Plan | None, 
 
 def check_plan(files: tuple[File, ...], decl: PlanDecl) -> CheckedPlan:
     """A plan of documents, and that its routes send every row there and back."""
-    proved = prove_plan(resolve.dispatch_plan(files, decl))
-    return CheckedPlan(proved.plan, proved.routing, (*resolve.plan_warnings(files, decl), *proved.warnings))
+    one = prove_plan(resolve.dispatch_plan(files, decl))
+    return CheckedPlan(one.plan, one.routing, (*resolve.plan_warnings(files, decl), *one.warnings))
 
 
 def prove_plan(plan: DispatchPlan) -> CheckedPlan:
@@ -377,10 +380,10 @@ def printed(checked: Checked) -> Compiled:
     from commdsl.build.emit import emit, joined  # jinja2, which a check does not need
 
     match checked:
-        case CheckedSchedule(schedule, plan, visits, costs, warnings):
+        case CheckedSchedule(schedule, plan, visits, pushed, costs, warnings):
             launched = () if visits is None else tuple(emit(plan_of(visits, moves)) for moves in segments(visits))
             emitted = joined(plan.name, launched) if plan.is_visited else emit(plan)
-            return CompiledSchedule(schedule, plan, visits, costs, warnings, emitted, launched)
+            return CompiledSchedule(schedule, plan, visits, pushed, costs, warnings, emitted, launched)
         case CheckedDispatch(dispatch, plan, back, values, again, warnings):
             texts = [None if one is None else emit(one) for one in (back, values, again)]
             return CompiledDispatch(dispatch, plan, back, values, again, warnings, emit(plan), *texts)

@@ -68,6 +68,7 @@ class FakeHopper:
     def __init__(self, folder: Path, headers: Path) -> None:
         self.seed = 0
         self.resident = 1 << 30  # clusters that are there at once
+        self.stores_again = False  # whether tasks store where others have stored
         self.beside: Sequence[Move] = ()
         self._folder, self._headers = folder, headers
         self._clusters: dict[Path, int] = {}
@@ -116,6 +117,7 @@ class FakeHopper:
             held = ctypes.create_string_buffer(len(argument) + 64)
             aligned = ctypes.addressof(held) + -ctypes.addressof(held) % 64
             ctypes.memmove(aligned, argument, len(argument))
+            ctypes.c_uint.in_dll(library, "hopper_stores_again").value = self.stores_again
             launched = (given.blocks, given.threads, self._clusters[path], residence.shared_bytes, self.resident)
             beside = (ctypes.c_uint64(self.seed), moves, len(self.beside))
             failure = library.hopper_run(ctypes.c_void_p(aligned), *launched, *beside)

@@ -27,20 +27,18 @@ from thread_ranks import in_group  # noqa: E402
 
 import commdsl  # noqa: E402
 from commdsl import overlap  # noqa: E402
-from commdsl.build.turns import ELSEWHERE  # noqa: E402
-from commdsl.ir.functions import PLAIN  # noqa: E402
 from commdsl.overlap import programs  # noqa: E402
 from commdsl.overlap.auto import OPERATORS, Product  # noqa: E402
 from commdsl.planner.tuning.selection import Choice  # noqa: E402
+from commdsl.program.visited import landing  # noqa: E402
 from commdsl.runtime import again, fused, groups  # noqa: E402
 from commdsl.runtime.again import Again  # noqa: E402
 from commdsl.runtime.communicator import Communicator  # noqa: E402
 from commdsl.runtime.driver import play  # noqa: E402
 from commdsl.runtime.errors import BrokenGroupError  # noqa: E402
-from commdsl.runtime.products import Finishing, Multiplying, multiply  # noqa: E402
+from commdsl.runtime.products import ByLibrary, Multiplying  # noqa: E402
 from commdsl.runtime.stamps import mark_now  # noqa: E402
 from commdsl.runtime.stream_order import MARKED_CALLS  # noqa: E402
-from commdsl.runtime.turns import products_of, summed  # noqa: E402
 
 RANKS, PIECES = 2, 2
 SIZE = (2 * PIECES, 8, 16)
@@ -74,14 +72,12 @@ class Products(fused.Fused):
 
     def _kernel(self, rows: Any, factor: Any) -> Any:
         one = Kernel(self._gpu)
-        intervals = np.arange(len(self._turns))
         return SimpleNamespace(
             kernel=one,
             awaiting=one,
             waiting=self._waiting,
-            product=None,
-            tiling=None,
-            intervals=intervals,
+            stores=lambda task: 1,
+            intervals=np.arange(len(self._tasks)),
             mark=mark_now,
         )
 
@@ -90,40 +86,39 @@ class Products(fused.Fused):
 
     def _prepared(self, kernel: Any, held: Mapping[Any, Any], beside: Any, landing: tuple[int, ...]) -> Any:
         words = (ctypes.c_uint64 * self._words).from_address(beside.words)
-        pushed = [*self._pushed(held, landing)]
+        mapped = [matrices for matrices, _ in self._mapped(held, landing)]
         left: list[int] = []
 
         def start() -> None:
             assert not left
-            left.extend(range(len(self._turns)))
+            left.extend(range(len(self._rows)))
             self._gpu.here.product = go_on
             go_on()
 
         def go_on() -> bool:
-            """As many turns as what they wait for is there for; whether those were the last."""
+            """As many tasks as what they wait for is there for; whether those were the last."""
             for number in tuple(left):
-                turn = self._turns[number]
-                needed = [turn.sums_there, turn.push.there, *(source.there for source in turn.sources)]
-                if all(words[one] for one in needed if one >= 0):
-                    self._make(number, held, pushed)
+                row = self._rows[number]
+                waits = [wait.word for some in (row.waits, *(one.waits for one in row.sources)) for wait in some]
+                if all(words[one] for one in (*waits, *(() if row.ready is None else (row.ready,)))):
+                    self._run(number, held, mapped)
                     left.remove(number)
-                    if turn.stored >= 0:
-                        words[turn.stored] = 1
+                    if row.stored is not None:
+                        words[row.stored] = 1
             return not left
 
         return SimpleNamespace(blocks=1, threads=1, cluster=1, pointers=start)
 
-    def _make(self, number: int, held: Mapping[Any, Any], pushed: list[Any]) -> None:
-        turn, products = self._turns[number], summed(self._products)[number]
-        steps = [one.step for one in products]
-        make = Finishing(steps, ()) if len(steps) > 1 or steps[0].epilogue != PLAIN else multiply
-        for at, one in enumerate(products):
-            out = [held[kept] for kept in one.writes]
-            if turn.result == ELSEWHERE:
-                out[0] = torch.empty_like(out[0])
-            make(at, *(held[kept] for kept in one.reads), out=tuple(out) if len(out) > 1 else out[0])
-        for place in pushed[turn.push.first :][: turn.push.count]:
-            ctypes.memmove(place.address + turn.push.at * place.step, out[0].data_ptr(), out[0].nbytes)
+    def _run(self, number: int, held: Mapping[Any, Any], mapped: list[Any]) -> None:
+        row, task = self._rows[number], self._tasks[number]
+        out = [held[kept] for kept in task.writes]
+        if row.result is None:
+            out[0] = torch.empty_like(out[0])
+        given = (held[kept] for kept in task.operands)
+        ByLibrary(self._tasks)(number, *given, out=tuple(out) if len(out) > 1 else out[0])
+        for place in row.pushes:
+            to = mapped[place.map]
+            ctypes.memmove(to.address + place.at * to.step, out[0].data_ptr(), out[0].nbytes)
 
     def _waiting(self, word: int, least: int) -> Any:
         def wait() -> None:
@@ -177,10 +172,10 @@ def made(gpu: FakeGpu, room: Room, monkeypatch: pytest.MonkeyPatch) -> list[Agai
     def multiplying(one: Multiplying, *given: Any) -> None:
         plain(one, *given)
         _, communicator, program, _, inputs = given
-        plan, pushed = program.visits.plan, one._pushed(program.visits)
-        operands = products_of(plan)[0].reads[:2]
-        rows, factor = (one._cut.operand(kept, one._cut.given(inputs)) for kept in operands)
-        one._fused = Products(gpu, plan, one._cut.places, rows, factor, rows.dtype, pushed)
+        plan = one._pushing(program.visits)
+        held = partial(one._cut.operand, given=one._cut.given(inputs))
+        lying = landing(plan, program.visits.parts)
+        one._fused = Products(gpu, plan, lying, one._cut.places, communicator.rank, held, torch.device("cuda", 0))
         one._alone = communicator.gate.alone
         if plan.stamped:
             return
@@ -191,7 +186,6 @@ def made(gpu: FakeGpu, room: Room, monkeypatch: pytest.MonkeyPatch) -> list[Agai
 
     plain = Multiplying.__init__
     monkeypatch.setattr(Multiplying, "__init__", multiplying)
-    monkeypatch.setattr(fused, "stores", lambda product, tiling: 1)
     return found
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_products import EXCHANGE, GATHER, REDUCE, RETURN, SCATTER, WITH_ROWS, given, wanted
-from test_visits import codes, with_phases
+from test_products import EXCHANGE, GATHER, REDUCE, RETURN, SCATTER, WITH_ROWS, given, wanted, with_task
+from test_visits import codes
 
 from commdsl import compiler
 from commdsl.commands.trial import Settings, trial
@@ -20,7 +20,6 @@ from commdsl.ir.functions import PLAIN
 from commdsl.ir.products import stopping
 from commdsl.machine.dtypes import BY_NAME
 from commdsl.machine.resources import data_dir
-from commdsl.program.launches import Visit
 
 torch = pytest.importorskip("torch")
 
@@ -29,11 +28,10 @@ from thread_ranks import in_group  # noqa: E402 - after the check for torch
 
 import commdsl  # noqa: E402
 from commdsl.build.headers import include_dir  # noqa: E402
-from commdsl.program.pushed import NOTHING  # noqa: E402
-from commdsl.program.visited import visits  # noqa: E402
+from commdsl.program.visited import launches, tasks  # noqa: E402
 from commdsl.runtime import fused, tensors  # noqa: E402
 from commdsl.runtime.errors import TensorError  # noqa: E402
-from commdsl.runtime.products import Cut, Finishing  # noqa: E402
+from commdsl.runtime.products import ByLibrary, Cut  # noqa: E402
 from commdsl.runtime.program import Port, Program  # noqa: E402
 
 FOLDER = data_dir("schedules") / "overlap"
@@ -146,12 +144,13 @@ def test_a_plan_that_ends_otherwise_is_refused(name: str) -> None:
     found = compiler.check(FOLDER / f"{name}.comm", ranks=3, params={"B": 1})
     plan, stopped = found.visits, stopping(found.schedule).schedule
     assert plan is not None
-    ends = [one for one in plan.phases if isinstance(one, Visit) and one.step.epilogue != PLAIN]
+    ends = [(task, one) for task in tasks(plan) for one in task.products if one.step.epilogue != PLAIN]
     assert ends
-    for old in ends:
+    for task, old in ends:
         step = replace(old.step, reads=old.step.reads[:-1], epilogue=PLAIN)
         other = replace(old, step=step, reads=old.reads[:-1])
-        assert codes(stopped, with_phases(plan, lambda one, old=old, other=other: other if one is old else one))
+        products = tuple(other if one is old else one for one in task.products)
+        assert codes(stopped, with_task(plan, task, replace(task, products=products)))
 
 
 def test_what_is_no_residual() -> None:
@@ -201,7 +200,7 @@ def test_what_is_said(biased: int, activation: int) -> None:
     found = compiler.check(FOLDER / f"{GATHER}.comm", ranks=2, params={"B": biased, "A": activation})
     words = ["bias"] * biased + ["", "gelu", "swiglu"][activation : activation + 1] * (activation > 0)
     assert found.visits is not None
-    said = {one.step.epilogue.words for one in found.visits.phases if isinstance(one, Visit)}
+    said = {one.step.epilogue.words for task in tasks(found.visits) for one in task.products}
     assert said == {f" with {', '.join(words)}" if words else ""}
 
 
@@ -225,46 +224,51 @@ class Held:
     def __init__(self, program: Program, rank: int, inputs: list[Any]) -> None:
         assert program.visits is not None
         self.visits, self.cut = program.visits, Cut(program.signature, program.visits, rank)
-        self.products = [one for one in visits(self.visits.plan) if isinstance(one, Visit)]
+        self.tasks = tasks(self.visits.plan)
         names = [port.name for port in self.visits.signature.inputs]
         given_here = self.cut.given(inputs)
         self.tensors: dict[Any, Any] = {}
-        whole: dict[str, Any] = {}
-        for kept in (kept for one in self.products for kept in (*one.reads, *one.writes)):
+        whole: dict[tuple[str, int], Any] = {}
+        for kept in (kept for one in self.tasks for kept in (*one.operands, *one.writes)):
             if kept.name in names:
                 self.tensors[kept] = given_here[names.index(kept.name)]
                 continue
-            of, at = self.cut.places[kept.name]
+            name, at = self.cut.places[kept.name]
+            of = name, kept.copy
             if of not in whole:
-                count = 1 + max(place for other, place in self.cut.places.values() if other == of)
+                count = 1 + max(place for other, place in self.cut.places.values() if other == name)
                 shape = tensors.shapes(self.visits.signature, given_here, [Port(kept.name, 1, 0, kept.unit)])[0]
                 draw = torch.Generator().manual_seed(len(whole))
                 whole[of] = torch.randint(-2, 3, (count, *shape), generator=draw).to(torch.bfloat16)
             self.tensors[kept] = whole[of][at]
 
+    @property
+    def results(self) -> list[Any]:
+        """What tasks write, each once."""
+        return [self.tensors[kept] for kept in dict.fromkeys(kept for one in self.tasks for kept in one.writes)]
+
     def by_torch(self) -> list[Any]:
-        """Copies of what all products write."""
-        multiply = Finishing([one.step for one in self.products], ())
-        for number, one in enumerate(self.products):
+        """Copies of what all tasks write."""
+        run = ByLibrary(self.tasks)
+        for number, one in enumerate(self.tasks):
             out = [self.tensors[kept] for kept in one.writes]
-            multiply(number, *map(self.tensors.get, one.reads), out=tuple(out) if len(out) > 1 else out[0])
-        return [self.tensors[kept].clone() for one in self.products for kept in one.writes]
+            run(number, *map(self.tensors.get, one.operands), out=tuple(out) if len(out) > 1 else out[0])
+        return [one.clone() for one in self.results]
 
     def by_the_kernel(self) -> list[Any]:
         """All in one launch, of which all that travels has come."""
-        plan, (rows, factor) = self.visits.plan, map(self.tensors.get, self.products[0].reads[:2])
-        made = fused.Fused(plan, self.cut.places, rows, factor, torch.bfloat16, NOTHING)
+        plan = self.visits.plan
+        made = fused.Fused(plan, (), self.cut.places, 0, self.tensors.__getitem__, torch.device("cpu"))
         words = torch.zeros(64, dtype=torch.int64)
-        words[: made._launches] = 1
+        words[: len(launches(plan))] = 1
         streams = SimpleNamespace(
             zeroed=lambda count, like: words.data_ptr(), launch=lambda kernel, launch, beside: kernel.launch(launch, 0)
         )
-        written = [self.tensors[kept] for one in self.products for kept in one.writes]
-        for one in written:
+        for one in self.results:
             one.fill_(torch.nan)
         _, functions = made.over((), streams, self.tensors, ())  # type: ignore[arg-type]
         functions["matmul"](0, out=None)
-        return written
+        return self.results
 
 
 @pytest.mark.parametrize(("name", "params"), CASES, ids=NAMES)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from commdsl.build import nvrtc
-from commdsl.build.matmul import ARCH, FLOAT8, HELD, Product, Table, Tiling, emitted, table
+from commdsl.build.matmul import ARCH, FLOAT8, HELD, Product, Table, Tiling, alone, emitted, form_of, table
 from commdsl.build.tilings import WAYS, chosen
 from commdsl.machine.config import from_environment
 
@@ -44,7 +44,7 @@ def random_table(seed: int) -> tuple[tuple[int, int, int, int], Tiling, Table]:
     return (
         (product.turns, *product.tiles(tiling)),
         tiling,
-        table(product, tiling, tiling.workers(dice.choice((132, 116, 7)))),
+        table([product] * product.turns, tiling, tiling.workers(dice.choice((132, 116, 7)))),
     )
 
 
@@ -90,7 +90,7 @@ def test_what_waits_comes_after_what_it_waits_for(seed: int) -> None:
 def test_what_is_left_over_is_dealt_out_evenly(columns: int, least: int, most: int, lists: int) -> None:
     """Of 132 workers, 40 tiles have three each, and 80 tiles have all: they have as much to do, but for one stage."""
     product, tiling = Product(1024, columns, 8192), Tiling(256, 1, 4)
-    lengths = [sum(last - first for *_, first, last, _, _ in one) for one in pieces(table(product, tiling, 132))]
+    lengths = [sum(last - first for *_, first, last, _, _ in one) for one in pieces(table([product], tiling, 132))]
     assert {*lengths} == {least, most}
     assert len(lengths) == lists
 
@@ -101,7 +101,7 @@ FORMS = {
     "copies": Product(8, 8, 8, b_deep=False, copies=True),
     "gelu": Product(8, 8, 8, bias=True, gelu=True, adds=True),
     "gated": Product(8, 8, 8, gated=True),
-    "float8": Product(8, 8, 16, dtype=FLOAT8, result="float16", residual=True),
+    "float8": Product(8, 8, 16, dtype=FLOAT8, result="float16", adds=True),
 }
 
 
@@ -126,7 +126,9 @@ def test_cubin(form: str, tiling: Tiling, tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(nvrtc, "_nvrtc_bytes", noted)
     product, config = FORMS[form], replace(from_environment(), cache_dir=tmp_path)
-    cubin = nvrtc.build(emitted(product, tiling), product.defines(), config, ARCH).read_bytes()
+    cubin = nvrtc.build(
+        emitted(form_of([product], [alone(product, int(product.adds))]), tiling), product.defines(), config, ARCH
+    ).read_bytes()
     assert cubin.startswith(b"\x7fELF")
     assert b"commdsl_matmul" in cubin
     assert logs
@@ -227,7 +229,7 @@ def test_few_stages_are_not_shared_by_more_blocks() -> None:
     assert not Tiling(128, 1, split=4).fits(Product(128, 128, 192))
     assert Tiling(128, 1, split=3).fits(Product(128, 128, 192))
     with pytest.raises(AssertionError):
-        table(Product(128, 128, 192), Tiling(128, 1, split=4), 1)
+        table([Product(128, 128, 192)], Tiling(128, 1, split=4), 1)
 
 
 def test_every_way_has_a_cubin_that_fits_the_shared_memory() -> None:

@@ -6,7 +6,7 @@ import itertools
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -17,22 +17,22 @@ from fake_hopper import FakeHopper, Move  # noqa: E402 - after the check for tor
 
 from commdsl.build.headers import include_dir  # noqa: E402
 from commdsl.build.matmul import FLOAT8, Product, Tiling, cut_tiles, stores  # noqa: E402
-from commdsl.build.turns import ELSEWHERE, Push, Source, Turn  # noqa: E402
-from commdsl.runtime.matmul import Addresses, Matmul, Matrices  # noqa: E402
+from commdsl.build.task_table import Place, SourceRow, TaskRow, WordWait  # noqa: E402
+from commdsl.runtime.matmul import Addresses, Matmul, Matrices, Side  # noqa: E402
 
 P = Product
 FORMS = {
     "sums of products": (P(0, 0, 0, bias=True, turns=2, sources=3), Tiling(64, 1, 4)),
-    "clusters of rows": (P(0, 0, 0, bias=True, gelu=True, residual=True, adds=True, turns=2), Tiling(80, 2, 4)),
-    "stored late": (P(0, 0, 0, residual=True, adds=True, turns=2), Tiling(256, 2, 4)),
+    "clusters of rows": (P(0, 0, 0, bias=True, gelu=True, adds=True, turns=2), Tiling(80, 2, 4)),
+    "stored late": (P(0, 0, 0, adds=True, turns=2), Tiling(256, 2, 4)),
     "clusters of the depth": (P(0, 0, 0, adds=True, turns=2, sources=2), Tiling(96, 1, split=3)),
-    "float8": (P(0, 0, 0, FLOAT8, residual=True, turns=2, sources=2), Tiling(96, 1, 2)),
-    "256 rows": (P(0, 0, 0, residual=True), Tiling(80, 1, 2, rows=256)),
+    "float8": (P(0, 0, 0, FLOAT8, adds=True, turns=2, sources=2), Tiling(96, 1, 2)),
+    "256 rows": (P(0, 0, 0, adds=True), Tiling(80, 1, 2, rows=256)),
     "gated, with time stamps": (P(0, 0, 0, bias=True, gated=True), Tiling(128, 2)),
     "by columns, to float32": (P(0, 0, 0, "float16", "float32", a_deep=False, b_deep=False), Tiling(128, 1, 2)),
-    "pushed, stored late": (P(0, 0, 0, adds=True, pushed=3, turns=3), Tiling(256, 2, 4)),
-    "pushed, clusters of the depth": (P(0, 0, 0, residual=True, adds=True, pushed=4, turns=3), Tiling(96, 1, split=4)),
-    "pushed, 256 rows": (P(0, 0, 0, bias=True, adds=True, pushed=2, turns=2), Tiling(160, 1, 2, rows=256)),
+    "pushed, stored late": (P(0, 0, 0, adds=True, pushes=True, turns=3), Tiling(256, 2, 4)),
+    "pushed, clusters of the depth": (P(0, 0, 0, adds=True, pushes=True, turns=3), Tiling(96, 1, split=4)),
+    "pushed, 256 rows": (P(0, 0, 0, bias=True, adds=True, pushes=True, turns=2), Tiling(160, 1, 2, rows=256)),
     "copies, stored late": (P(0, 0, 0, copies=True, turns=3), Tiling(256, 2, 4)),
     "copies, clusters of the depth": (P(0, 0, 0, b_deep=False, copies=True, turns=2), Tiling(128, 1, split=2)),
 }
@@ -53,12 +53,81 @@ COPIES = {
 }
 """More ways to keep the rows."""
 
+ROWS, FACTOR, MADE, ADDED, RESIDUAL, KEPT, PUSHED = 0, 2, 3, 5, 6, 7, 8
+"""Maps of a launch, two of rows and of results."""
+
+PLACES = 3
+"""Peers that are pushed to."""
+
 WORKERS = range(1, 6)
 FACTORS = 2
 BIASES = 3
 IN_VAIN = 2
 """A word, where a peer did not come in time."""
 SCALES = (4.0, 0.125)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows, one of two tensors' matrices, that are multiplied by one of the factors. `there`: a word; -1: none."""
+
+    rows: tuple[int, int]
+    factor: int
+    there: int
+
+
+@dataclass(frozen=True)
+class Push:
+    """To matrix `at` of so many places from `first` on, when a word is there."""
+
+    first: int = 0
+    count: int = 0
+    at: int = 0
+    there: int = -1
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A task: a sum of products, to one of two tensors' matrices or to none here, with what is added."""
+
+    sources: tuple[Source, ...]
+    result: tuple[int, int] | None
+    first: int
+    count: int
+    sums_there: int
+    stored: int
+    copied: int
+    push: Push
+    bias: int
+    residual: bool
+
+    def row(self, activation: str) -> TaskRow:
+        """As the kernel has it."""
+        sources = tuple(
+            SourceRow(Place(ROWS + one.rows[0], one.rows[1]), Place(FACTOR, one.factor), waits(one.there))
+            for one in self.sources
+        )
+        added = [Place(ADDED, at) for at in range(self.first, self.first + self.count)]
+        added += [Place(RESIDUAL, self.push.at)] if self.residual else []
+        return TaskRow(
+            sources,
+            None if self.result is None else Place(MADE + self.result[0], self.result[1]),
+            tuple(added),
+            waits(self.sums_there),
+            self.stored if self.stored >= 0 else None,
+            tuple(
+                Place(PUSHED + place, self.push.at)
+                for place in range(self.push.first, self.push.first + self.push.count)
+            ),
+            self.push.there if self.push.there >= 0 else None,
+            Place(KEPT, self.copied) if self.copied >= 0 else None,
+            (0, self.bias) if self.bias >= 0 else None,
+            activation or None,
+        )
+
+
+def waits(word: int) -> tuple[WordWait, ...]:
+    return (WordWait(word),) if word >= 0 else ()
 
 
 class Case:
@@ -80,22 +149,21 @@ class Case:
 
     def _turn(self, number: int) -> Turn:
         """Rows that come are of one tensor, those that are there of another."""
-        if self.is_alone:  # as the kernel has it
-            return Turn(count=int(self.product.adds), bias=self.product.bias - 1, residual=self.product.residual)
         sources = tuple(self._source(number * self.product.sources + at) for at in range(self.product.sources))
         count = self.dice.randrange(3) if self.product.adds else 0
         copied = self.dice.choice((-1, self.product.turns - 1 - number)) if self.product.copies else -1
-        push = self._push(number) if self.product.pushed else Push()
-        result = ELSEWHERE if push.count and self.dice.randrange(2) else (self.dice.randrange(2), number)
+        push = self._push(number) if self.product.pushes else Push(at=number)
+        result = None if push.count and self.dice.randrange(2) else (self.dice.randrange(2), number)
         bias = self.dice.randrange(-1, BIASES) if self.product.bias else -1
-        residual = self.product.residual and result != ELSEWHERE and self.dice.randrange(2) > 0
-        return Turn(sources, result, 2 * number, count, self._word(), number, copied, push, bias, residual)
+        residual = self.product.adds and self.dice.randrange(2) > 0
+        stored = -1 if self.is_alone else number
+        return Turn(sources, result, 2 * number, count, self._word(), stored, copied, push, bias, residual)
 
     def _push(self, turn: int) -> Push:
         """To as many places as are drawn, in each to a matrix of the turn's own."""
-        first = self.dice.randrange(self.product.pushed)
-        count = self.dice.randrange(self.product.pushed - first + 1)
-        return Push(first, count, turn, self._word()) if count else Push()
+        first = self.dice.randrange(PLACES)
+        count = self.dice.randrange(PLACES - first + 1)
+        return Push(first, count, turn, self._word()) if count else Push(at=turn)
 
     def _source(self, matrix: int) -> Source:
         there = self._word()
@@ -103,7 +171,7 @@ class Case:
 
     def _word(self) -> int:
         """Words come in the order in which they are waited for."""
-        if self.dice.randrange(2):
+        if self.is_alone or self.dice.randrange(2):
             return -1
         self.words += 1
         return self.words - 1
@@ -118,10 +186,11 @@ class Case:
             Tensors(self).call(hopper, kernel)
 
     def kernel(self) -> Matmul:
-        cutting = [workers for workers in WORKERS if any(cut_tiles(self.product, self.tiling, workers))]
+        products = [self.product] * self.product.turns
+        cutting = [workers for workers in WORKERS if any(cut_tiles(products, self.tiling, workers))]
         sms = self.tiling.blocks * self.dice.choice(cutting or WORKERS)
-        turns = None if self.is_alone else self.turns
-        return Matmul(self.product, self.tiling, sms, 0, turns, is_stamped=self.product.gated)
+        rows = [turn.row(self.product.activation) for turn in self.turns]
+        return Matmul(products, self.tiling, sms, 0, rows, is_alone=self.is_alone, is_stamped=self.product.gated)
 
 
 class Tensors:
@@ -143,7 +212,7 @@ class Tensors:
         self.made = [nothing(self.sums[: product.turns]) for _ in range(2)]
         self.kept = nothing(self.x)
         self.sent = nothing(self.made[0])  # what goes on as soon as a turn's tiles are counted
-        self.pushed = [nothing(self.made[0]) for _ in range(product.pushed)]
+        self.pushed = [nothing(self.made[0]) for _ in range(PLACES)]
         self.found = nothing(self.made[0])  # what was where a turn is pushed to when peers were ready
 
     def _whole(self, count: int, rows: int, columns: int, dtype: torch.dtype, *, deep: bool = True) -> torch.Tensor:
@@ -153,7 +222,6 @@ class Tensors:
 
     def launch(self, hopper: FakeHopper, kernel: Matmul, *, in_vain: bool = False) -> torch.Tensor:
         """The stamps, where it writes any. `in_vain`: peers that are pushed to do not come in time."""
-        product = self.case.product
         there = [turn.push.there for turn in self.case.turns if in_vain and turn.push.there >= 0]
         self.words[there] = IN_VAIN
         moves = [one for one in (*self._coming(), *self._going()) if one.raised not in map(self._word, there)]
@@ -162,17 +230,14 @@ class Tensors:
                 one.dest.copy_(one.source)
         hopper.beside = [one for one in moves if one.word or one.raised]
         stamps = torch.zeros(len(kernel.intervals), 4, dtype=torch.int64)
-        beside = Addresses(
-            self.bias.data_ptr() if product.bias else 0,
-            0 if self.case.is_alone else self.words.data_ptr(),
-            stamps.data_ptr(),
-            tuple(one.data_ptr() for one in self.scales),
-        )
-        w, sums, kept = (Matrices.of(one) for one in (self.w, self.added, self.kept))
-        rows, made = ([Matrices.of(one) for one in both] for both in (self.rows, self.made))
-        pushed = [Matrices.of(one) for one in self.pushed]
-        residual = Matrices.of(self.residual) if product.residual else None
-        kernel(kernel.prepare(rows, w, made, sums, beside, kept, pushed, residual))
+        biases = (self.bias.data_ptr(),) if any(turn.bias >= 0 for turn in self.case.turns) else ()
+        words = 0 if self.case.is_alone else self.words.data_ptr()
+        scales = tuple(one.data_ptr() for one in self.scales)
+        of = {Side.ROWS: self.rows, Side.FACTOR: [self.w], Side.RESULT: [*self.made, self.added, self.residual]}
+        of |= {Side.COPY: [self.kept]}
+        maps = [(Matrices.of(one), side) for side, some in of.items() for one in some]
+        maps += [(Matrices.of(one), Side.RESULT) for one in self.pushed]
+        kernel(kernel.prepare(maps[: kernel.maps], Addresses(biases, words, stamps.data_ptr(), scales)))
         return stamps
 
     def call(self, hopper: FakeHopper, kernel: Matmul) -> None:
@@ -209,7 +274,7 @@ class Tensors:
 
     def made_of(self, turn: Turn) -> Iterator[torch.Tensor]:
         """Wherever a turn's result goes: here, and where it is pushed to."""
-        if turn.result != ELSEWHERE:
+        if turn.result is not None:
             tensor, matrix = turn.result
             yield self.made[tensor][matrix]
         for place in range(turn.push.first, turn.push.first + turn.push.count):
@@ -236,7 +301,7 @@ class Tensors:
         if product.gelu:
             total = torch.nn.functional.gelu(total)
         total = total + self.sums[turn.first : turn.first + turn.count].double().sum(0)
-        return (total + (self.residual[turn.result[1]].double() if turn.residual else 0)).to(self.result)
+        return (total + (self.residual[turn.push.at].double() if turn.residual else 0)).to(self.result)
 
     def _tolerance(self) -> dict[str, float]:
         """To the bit, but where an activation is computed: to its last bit."""
@@ -266,7 +331,7 @@ def test_products_are_those_of_float64(hopper: FakeHopper, form: str, turns: Cal
     run_cases(hopper, form, turns(24))
 
 
-@pytest.mark.parametrize("form", [form for form, (product, _) in FORMS.items() if product.pushed])
+@pytest.mark.parametrize("form", [form for form, (product, _) in FORMS.items() if product.pushes])
 def test_nothing_is_pushed_to_peers_that_were_waited_for_in_vain(hopper: FakeHopper, form: str) -> None:
     """They may be reading there what came before; what a rank has for itself is made, and counted, all the same."""
     cases = (Case(form, seed) for seed in itertools.count())
@@ -274,7 +339,7 @@ def test_nothing_is_pushed_to_peers_that_were_waited_for_in_vain(hopper: FakeHop
     tensors = Tensors(case)
     tensors.launch(hopper, case.kernel(), in_vain=True)
     for turn in case.turns:
-        own, pushed = int(turn.result != ELSEWHERE), [*tensors.made_of(turn)]
+        own, pushed = int(turn.result is not None), [*tensors.made_of(turn)]
         assert all(torch.equal(one, tensors.wanted(turn)) for one in pushed[:own])
         assert turn.push.there < 0 or all(one.isnan().all() for one in pushed[own:])
 
@@ -293,7 +358,7 @@ def run_cases(hopper: FakeHopper, form: str, count: int) -> None:
 
 FAULTS = {
     "rows of a source are not awaited": (
-        "source = this->source(++number);\n        await_launch(source.there);",
+        "source = this->source(++number);\n        await(source.wait, source.waits);",
         "source = this->source(++number);",
         "sums of products",
         "not equal",
@@ -341,7 +406,7 @@ FAULTS = {
         "not equal",
     ),
     "peers are pushed to before they are ready": (
-        "await_word(this->word(push.there), kThere, this->args.timeout_ns);",
+        "await_word(this->word(this->pushes_when), kThere, this->args.timeout_ns);",
         "kThere;",
         "pushed, 256 rows",
         "waits until peers are ready",

@@ -183,12 +183,13 @@ def test_what_is_multiplied_is_not_copied(call: Any, meaning: Any, laid: Any, mo
     gradient, weights transposed.
     """
     sources, factors = set[int](), set[int]()
-    multiply = products.multiply
+    run = products.ByLibrary.__call__
 
-    def noted(number: int, rows: Any, factor: Any, *sums: Any, out: Any) -> None:
-        sources.add(place(rows))
-        factors.add(place(factor))
-        multiply(number, rows, factor, *sums, out=out)
+    def noted(one: Any, number: int, *operands: Any, out: Any) -> None:
+        for at in range(len(one._tasks[number].products)):
+            sources.add(place(operands[2 * at]))
+            factors.add(place(operands[2 * at + 1]))
+        run(one, number, *operands, out=out)
 
     x, w = ([laid(one) for one in of_all] for of_all in given(call, 2, 8, torch.float32))
     exact = [[one.double().requires_grad_() for one in of_all] for of_all in (x, w)]
@@ -200,7 +201,7 @@ def test_what_is_multiplied_is_not_copied(call: Any, meaning: Any, laid: Any, mo
         made = call(*own, group=group)
         return [made, *slopes([made], own)]
 
-    monkeypatch.setattr(products, "multiply", noted)
+    monkeypatch.setattr(products.ByLibrary, "__call__", noted)
     for rank, made in enumerate(in_group(2, back)):
         for one, other in zip(made, (results[rank], slopes_of[rank], slopes_of[2 + rank]), strict=True):
             assert torch.equal(one.double(), other)

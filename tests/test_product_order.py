@@ -1,36 +1,41 @@
-"""Programs of several products: the fused kernel is refused wherever its waits leave an order open."""
+"""Programs of products that depend on one another: their waits order all, and the kernel keeps that order."""
 
 from __future__ import annotations
 
-import logging
 import random
-from collections.abc import Callable, Iterator
-from itertools import product as pairs
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from fake_hopper import FakeHopper  # noqa: E402 - after the check for torch
-from test_epilogues import CASES as ENDED  # noqa: E402
-from test_epilogues import Held  # noqa: E402
-from test_products import CASES, FOLDER  # noqa: E402
+from fake_hopper import FakeHopper, Move  # noqa: E402 - after the check for torch
+from task_orders import hangs, wrong_orders  # noqa: E402
+from test_products import with_task, without_waits  # noqa: E402
 
-import commdsl  # noqa: E402
 from commdsl import compiler  # noqa: E402
 from commdsl.build.headers import include_dir  # noqa: E402
+from commdsl.checks import check_plan  # noqa: E402
 from commdsl.ir import resolve  # noqa: E402
 from commdsl.ir.products import stopping  # noqa: E402
+from commdsl.ir.schedules import Schedule  # noqa: E402
 from commdsl.language.diagnostics import CommError  # noqa: E402
 from commdsl.language.syntax import ScheduleDecl  # noqa: E402
+from commdsl.program.launches import Launch, described  # noqa: E402
 from commdsl.program.lower.visits import lower_visits  # noqa: E402
+from commdsl.program.memory import Kept  # noqa: E402
+from commdsl.program.moves import OpKind  # noqa: E402
 from commdsl.program.plan import Plan  # noqa: E402
-from commdsl.program.visited import launches  # noqa: E402
+from commdsl.program.pushed import pushing  # noqa: E402
+from commdsl.program.tasks import Over, Stored, Task  # noqa: E402
+from commdsl.program.verify import verify  # noqa: E402
+from commdsl.program.visited import kept_by, launches, started, tasks  # noqa: E402
 from commdsl.runtime import fused  # noqa: E402
-from commdsl.runtime.products import Cut  # noqa: E402
-from commdsl.runtime.turns import Places, given_to, have_turns, products_of, summed, turns_of, unordered  # noqa: E402
+from commdsl.runtime.matmul import Matmul  # noqa: E402
+from commdsl.runtime.products import ByLibrary  # noqa: E402
 
 EARLIER = Path(__file__).parent / "earlier_product.comm"
 
@@ -67,109 +72,131 @@ def drawn(seed: int) -> str:
     return DRAWN.format(steps="\n".join(f"  each r {{ {step} }}" for step in steps))
 
 
-def lowered(text: str, folder: Path) -> tuple[Plan, Places]:
-    """Return the Plan of a schedule whose contract nobody checks, and by part where rank 0 has it."""
+def lowered(text: str, folder: Path) -> tuple[Schedule, Plan]:
+    """Return the Plan of a schedule whose contract nobody checks, and the schedule that stops at products."""
     files = compiler.read_text(text, "drawn.comm", folder)
     decl = compiler.choose_kind(files, None, ScheduleDecl)
-    stopped = stopping(resolve.resolve(files, decl, 2, compiler.find_topology(files, None, 2), {}))
-    numbers = dict[str, int]()
-    places = dict[str, tuple[str, int]]()
-    for part in stopped.parts:
-        places[part.name] = part.of, numbers.setdefault(part.of, 0)
-        numbers[part.of] += 1
-    return lower_visits(stopped.schedule), places
+    stopped = stopping(resolve.resolve(files, decl, 2, compiler.find_topology(files, None, 2), {})).schedule
+    return stopped, lower_visits(stopped)
 
 
-def open_orders(plan: Plan, places: Places) -> Iterator[tuple[int, int]]:
-    """Yield turns that may start, or write, before an earlier one is over that has to come first.
-
-    The second opinion on `unordered`: that turn is held back for ever, and everything else goes as far as it can.
-    """
-    turns, groups = [*turns_of(plan, places)], summed(products_of(plan))
-    ends = [sum(map(len, groups[: number + 1])) for number in range(len(groups))]
-    for held, (group, end) in enumerate(zip(groups, ends, strict=True)):
-        over = 0
-        for launch in launches(plan):
-            if launch.after > end - len(group):
-                break
-            over += 1
-        for number in range(held + 1, len(groups)):
-            reads = {kept for one in groups[number] for kept in one.reads[:2]}
-            all_reads = {kept for one in groups[number] for kept in one.reads}
-            writes = {kept for one in groups[number] for kept in one.writes}
-            made, read = {k for one in group for k in one.writes}, {k for one in group for k in one.reads}
-            words = [source.there for source in turns[number].sources]
-            starts = any(
-                word < over and {*one.reads[:2]} & made for word, one in zip(words, groups[number], strict=True)
-            )
-            ends_early = max(*words, turns[number].sums_there) < over
-            if starts or (ends_early and ((all_reads - reads) - writes & made or writes & (made | read))):
-                yield number, held
-
-
-def test_open_orders_are_found(tmp_path: Path) -> None:
-    """Exactly those random programs are refused in which a product may come before one it depends on."""
-    found = {True: 0, False: 0}
-    for seed in range(600):
+def test_drawn_programs_are_in_order(tmp_path: Path) -> None:
+    """The waits of random programs of products leave no order open, whoever judges; and without any one they do."""
+    dropped = 0
+    for seed in range(300):
         try:
-            plan, places = lowered(drawn(seed), tmp_path)
-        except CommError:  # no kernel runs these products
+            stopped, plan = lowered(drawn(seed), tmp_path)
+        except CommError:  # no Plan has these products
             continue
-        if not products_of(plan) or not have_turns(plan):
-            continue
-        wrong = [*open_orders(plan, places)]
-        refused = unordered(plan, places)
-        touched = {kept for one in products_of(plan) for kept in one.writes}
-        touched |= {kept for launch in launches(plan) for kept in launch.writes}
-        assert not any(kept in touched for one in products_of(plan) for kept in (one.reads[1], *given_to(one)))
-        assert (refused is not None) == bool(wrong), f"seed {seed}: {wrong}, {refused}"
-        found[refused is not None] += 1
-    assert min(found.values()) > 30, found
+        verify(plan)
+        for one in dict.fromkeys((plan, pushing(plan))):
+            assert not check_plan(stopped, one), f"seed {seed}"
+            assert not [*wrong_orders(one)], f"seed {seed}"
+            assert not hangs(one), f"seed {seed}"
+        for task in tasks(plan):
+            for words, mutant in without_waits(task):
+                changed = with_task(plan, task, mutant)
+                assert [found.code for found in check_plan(stopped, changed)] == ["C640"], (seed, words)
+                assert any(wrong_orders(changed)), (seed, words)
+                dropped += 1
+    assert dropped > 300
 
 
-@pytest.mark.parametrize(("name", "ranks", "pieces"), CASES)
-def test_shipped_schedules_are_fused(name: str, ranks: int, pieces: int) -> None:
-    """All products of every shipped schedule have an order."""
-    ended = [params for other, params in ENDED if other == name]
-    for params, rank in pairs([{}, *ended], range(ranks)):
-        program = commdsl.load(FOLDER / f"{name}.comm", params={"C": pieces, **params}, ranks=ranks).program(ranks)
-        assert program.visits is not None
-        cut = Cut(program.signature, program.visits, rank)
-        assert have_turns(program.visits.plan)
-        assert unordered(program.visits.plan, cut.places) is None
+@pytest.fixture(scope="module")
+def hopper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHopper]:
+    made = FakeHopper(tmp_path_factory.mktemp("hopper"), include_dir())
+    with pytest.MonkeyPatch.context() as patch:
+        made.install(patch)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        found = SimpleNamespace(multi_processor_count=12)
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: found, raising=False)
+        yield made
 
 
-@pytest.fixture
-def hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHopper:
-    made = FakeHopper(tmp_path, include_dir())
-    made.install(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=12), raising=False
+@pytest.mark.parametrize("seed", range(24))
+def test_the_kernel_keeps_the_order(hopper: FakeHopper, seed: int, tmp_path: Path) -> None:
+    """Tasks that need one another, in whatever order the machine goes on: the same numbers as one after another."""
+    path = tmp_path / "drawn.comm"
+    path.write_text(drawn(seed) if seed else EARLIER.read_text("utf-8"), "utf-8")
+    try:
+        _, plan = lowered(path.read_text("utf-8"), tmp_path)
+    except CommError:
+        return
+    if not tasks(plan) or any(one.moves.has_reduction for one in launches(plan)):
+        return
+    hopper.stores_again = True
+    for number in range(2):
+        hopper.seed = 100 * seed + number
+        made, due = in_both_ways(hopper, plan, number)
+        assert all(map(torch.equal, made, due)), seed
+
+
+def in_both_ways(hopper: FakeHopper, plan: Plan, seed: int) -> tuple[list[Any], list[Any]]:
+    """What a call makes by the kernel, with launches beside it, and phase by phase by torch. All ranks have the same
+    numbers, so what peers bring is what this rank has.
+    """
+    draw, side = torch.Generator().manual_seed(seed), 64
+    factors = {product.factor for task in tasks(plan) for product in task.products}
+    every = dict.fromkeys(kept_by(plan))
+    held = {
+        kept: torch.randint(-1, 2, (side if kept in factors else 96, side), generator=draw).to(torch.bfloat16)
+        for kept in every
+    }
+    before = {kept: one.clone() for kept, one in held.items()}
+    places = {kept.name: (kept.name, 0) for kept in every}
+    made = fused.Fused(plan, (), places, 0, held.__getitem__, torch.device("cpu"))
+    words, kernel = torch.zeros(512, dtype=torch.int64), next(iter(made._kernels.values()))
+    hopper.beside = [*moves(plan, held, made, kernel, words.data_ptr())]
+    streams = SimpleNamespace(
+        zeroed=lambda count, like: words.data_ptr(), launch=lambda kernel, launch, beside: kernel.launch(launch, 0)
     )
-    return made
+    _, functions = made.over((), streams, held, ())  # type: ignore[arg-type]
+    functions["matmul"](0, out=None)
+    found = [one.clone() for one in held.values()]
+    for kept, one in before.items():
+        held[kept].copy_(one)
+    run, numbers = ByLibrary(tasks(plan)), {task: number for number, task in enumerate(tasks(plan))}
+    for _, phase in started(plan):
+        match phase:
+            case Launch():
+                for source, dest in copies(phase):
+                    held[dest].copy_(held[source])
+            case Task():
+                out = tuple(held[kept] for kept in phase.writes)
+                run(numbers[phase], *(held[kept] for kept in phase.operands), out=out if len(out) > 1 else out[0])
+    return found, list(held.values())
 
 
-def test_a_sum_of_an_earlier_product(
-    hopper: FakeHopper, caplog: pytest.LogCaptureFixture, turns: Callable[..., int]
-) -> None:
-    """The kernel would compute wrong numbers of this program, so it is not taken, and the log says why."""
-    program = commdsl.load(EARLIER, ranks=2).program(2)
-    assert program.visits is not None
-    with caplog.at_level(logging.WARNING, "commdsl"):
-        assert not fused.is_ordered(program.visits.plan, Cut(program.signature, program.visits, 0).places)
-    assert "`earlier_product`: torch multiplies" in caplog.text
-    assert "that `y.0` depends on" in caplog.text
+def copies(launch: Launch) -> list[tuple[Kept, Kept]]:
+    """What a launch brings a rank, and from where, as if from itself."""
+    ops = launch.moves.ops
+    rows = [row for row in range(*ops.rank_begin[:2].tolist()) if ops.kind[row] != OpKind.HOLD]
+    assert all(ops.kind[row] == OpKind.COPY for row in rows)
+    leaders = ops.leader_of[rows].tolist()
+    sources = [int(ops.source_space[ops.source_begin[leader]]) for leader in leaders]
+    of = launch.operands
+    return [(of[source], of[int(ops.dest_space[row])]) for source, row in zip(sources, rows, strict=True)]
 
-    wrong = 0
-    for seed in range(turns(16)):
-        hopper.seed = seed
-        draw = torch.Generator().manual_seed(seed)
-        sizes = ((1024, 64), (96, 64))
-        inputs = [torch.randint(-2, 3, size, generator=draw).to(torch.bfloat16) for size in sizes]
-        held = Held(program, 0, inputs)
-        for one in held.products:
-            held.tensors[one.writes[0]].fill_(torch.nan)
-        due = held.by_torch()
-        wrong += not all(map(torch.equal, held.by_the_kernel(), due))
-    assert wrong > 0, "the kernel orders it after all"
+
+def moves(plan: Plan, held: dict[Kept, Any], made: fused.Fused, kernel: Matmul, words: int) -> Iterator[Move]:
+    """The launches, in their order: each waits for the tasks before it, copies, and says that it is over. Each wait
+    raises a word that nobody reads, so that they come one after another.
+    """
+    nothing, unread = torch.zeros(0), iter(range(made._words, 512))
+    for number, launch in enumerate(launches(plan)):
+        for task in range(launch.after):
+            word = words + 8 * made._word(Stored(task))
+            yield Move(nothing, nothing, word, kernel.stores(task), words + 8 * next(unread))
+        for source, dest in copies(launch):
+            yield Move(held[source], held[dest], 0, 0, words + 8 * next(unread))
+        yield Move(nothing, nothing, 0, 0, words + 8 * made._word(Over(number)))
+
+
+def test_a_sum_of_an_earlier_product() -> None:
+    """The sum waits for the task that makes its addend: the kernel once read that too early, and gave wrong numbers."""
+    found = compiler.check(EARLIER, ranks=2)
+    assert found.visits is not None
+    assert [described(task, number) for number, task in enumerate(tasks(found.visits))][1:] == [
+        "task 1 matmul: x.1 0 by w 0 + c.0 1 (after task 0) -> y.0 1",
+        "task 2 matmul: s.0 1 by w 0 (after launch 0) -> y.1 1",
+    ]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import product as pairs
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from test_visits import behind, codes, is_equal_in_effect, mutants, with_phases
+from task_orders import hangs, wrong_orders
+from test_visits import behind, codes, mutants, with_phases
 
 from commdsl import compiler
 from commdsl.commands.cli import run_command
@@ -19,22 +22,23 @@ from commdsl.ir.products import MATMUL, stopping
 from commdsl.ir.schedules import Schedule
 from commdsl.machine.dtypes import BY_NAME
 from commdsl.machine.resources import data_dir
-from commdsl.program.launches import Launch, Visit
+from commdsl.program.launches import Launch, Return
 from commdsl.program.plan import Plan
-from commdsl.program.pushed import pushes
-from commdsl.program.visited import landing, launches, visits
+from commdsl.program.pushed import destinations, is_kept, pushing
+from commdsl.program.tasks import Over, Stored, Task, Tasks
+from commdsl.program.visited import landing, launches, tasks
 
 torch = pytest.importorskip("torch")
 
 from thread_ranks import in_group  # noqa: E402
 
 import commdsl  # noqa: E402
+from commdsl.build.task_table import TaskRow, WordWait  # noqa: E402
 from commdsl.runtime import fused  # noqa: E402
 from commdsl.runtime.host import HostCommunicator  # noqa: E402
-from commdsl.runtime.products import Cut, multiply  # noqa: E402
+from commdsl.runtime.products import ByLibrary, Cut  # noqa: E402
 from commdsl.runtime.streams import OneStream  # noqa: E402
 from commdsl.runtime.tensors import is_deep  # noqa: E402
-from commdsl.runtime.turns import are_copies_left, turns_of  # noqa: E402
 
 FOLDER = data_dir("schedules") / "overlap"
 GATHER, SCATTER, REDUCE = "allgather_matmul", "matmul_reducescatter", "matmul_allreduce"
@@ -119,19 +123,74 @@ def test_parts(name: str, ranks: int, pieces: int) -> None:
 
 
 @pytest.mark.parametrize("name", [GATHER, SCATTER, REDUCE, WITH_ROWS, EXCHANGE, RETURN])
-def test_every_edge_is_needed(name: str) -> None:
-    """Without an edge between what travels and a product the Plan is refused, but for one that leaves products all SMs:
+def test_every_wait_is_needed(name: str) -> None:
+    """Without a wait between what travels and a product the Plan is refused, but for one that leaves products all SMs:
     behind them a rank copies within its GPU.
     """
     schedule, plan = checked(name, 3, 2)
     stopped, dropped = stopping(schedule).schedule, 0
-    for phase in plan.phases:
-        if phase.after:  # type: ignore[union-attr] # all of them have it
-            mutant = with_phases(plan, lambda one, old=phase: behind(one, 0) if one is old else one)
-            is_needed = not (isinstance(phase, Launch) and phase.moves.is_within)
-            assert codes(stopped, mutant) == ["C640"] * is_needed
-            dropped += is_needed
+    for phase in (one for one in plan.phases if isinstance(one, Launch | Return) and one.after):
+        mutant = with_phases(plan, lambda one, old=phase: behind(one, 0) if one is old else one)
+        is_needed = not (isinstance(phase, Launch) and phase.moves.is_within)
+        assert codes(stopped, mutant) == ["C640"] * is_needed
+        dropped += is_needed
+    for task in tasks(plan):
+        for words, mutant in without_waits(task):
+            assert codes(stopped, with_task(plan, task, mutant)) == ["C640"], words
+            dropped += 1
     assert dropped >= 4
+
+
+def with_task(plan: Plan, old: Task, new: Task) -> Plan:
+    """The Plan with another task in place of one."""
+
+    def changed(phase: Any) -> Any:
+        if not isinstance(phase, Tasks):
+            return phase
+        return replace(phase, rows=tuple(new if task is old else task for task in phase.rows))
+
+    return with_phases(plan, changed)
+
+
+def without_waits(task: Task) -> Iterator[tuple[str, Task]]:
+    """Each wait of a task gone."""
+    for at, product in enumerate(task.products):
+        for wait in product.waits:
+            left = replace(product, waits=tuple(one for one in product.waits if one != wait))
+            products = (*task.products[:at], left, *task.products[at + 1 :])
+            yield f"{wait} of product {at} of {task.turn}", replace(task, products=products)
+    for wait in task.waits:
+        yield f"{wait} of {task.turn}", replace(task, waits=tuple(one for one in task.waits if one != wait))
+
+
+def task_mutants(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Each wait of a task gone, of another launch or task, or one more; each operand and result another copy; the rows
+    in another order; pushed for another launch, or for none.
+    """
+    every, ahead = tasks(plan), launches(plan)
+    counters = [*map(Over, range(len(ahead))), *map(Stored, range(len(every)))]
+    for task in every:
+        yield from ((words, with_task(plan, task, mutant)) for words, mutant in without_waits(task))
+        for counter in counters:
+            yield f"{task.turn} also {counter}", with_task(plan, task, replace(task, waits=(*task.waits, counter)))
+            for at, product in enumerate(task.products):
+                more = replace(product, waits=(*product.waits, counter))
+                others = [more if number == at else one for number, one in enumerate(task.products)]
+                yield f"{task.turn}, {at} also {counter}", with_task(plan, task, replace(task, products=tuple(others)))
+        for push in {None, *range(len(ahead))} - {task.push}:
+            yield f"{task.turn} pushes {push}", with_task(plan, task, replace(task, push=push))
+        for at, product in enumerate(task.products):
+            for column in ("reads", "writes"):
+                for place, kept in enumerate(getattr(product, column)):
+                    for copy in {0, 1, 2} - {kept.copy}:
+                        kepts = list(getattr(product, column))
+                        kepts[place] = replace(kept, copy=copy)
+                        other = replace(product, **{column: tuple(kepts)})
+                        others = [other if number == at else one for number, one in enumerate(task.products)]
+                        yield (
+                            f"{task.turn} {column} {kept}",
+                            with_task(plan, task, replace(task, products=tuple(others))),
+                        )
 
 
 @pytest.mark.sweep
@@ -139,11 +198,13 @@ def test_every_edge_is_needed(name: str) -> None:
     ("name", "ranks"), [(GATHER, 2), (GATHER, 3), (SCATTER, 2), (SCATTER, 3), (REDUCE, 2), (EXCHANGE, 2), (RETURN, 2)]
 )
 def test_mutants(name: str, ranks: int) -> None:
-    """Every change of an edge, a copy, a phase or the order is refused, or the Plan is as right as it was."""
+    """Every change of a wait, a copy, a phase or the order is refused, or the Plan is as right as it was."""
     schedule, plan = checked(name, ranks, 2)
     stopped = stopping(schedule).schedule
-    for words, mutant in mutants(plan):
-        assert codes(stopped, mutant) or is_equal_in_effect(plan, mutant), words
+    for one in dict.fromkeys((plan, pushing(plan))):
+        for words, mutant in (*mutants(one), *task_mutants(one)):
+            found = codes(stopped, mutant)
+            assert found or not (hangs(mutant) or [*wrong_orders(mutant)]), words
 
 
 @pytest.mark.parametrize(
@@ -204,33 +265,34 @@ def test_calls(name: str, ranks: int, pieces: int, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "ranks", "pieces"), [one for one in CASES if one[0] in (SCATTER, REDUCE, EXCHANGE)])
-def test_what_products_push(name: str, ranks: int, pieces: int) -> None:
-    """Whatever a product makes for others, each time to the peers and places that copies of its launch would go to."""
-    schedule, plan = checked(name, ranks, pieces)
-    parts = stopping(schedule).parts
-    for rank in range(ranks):
-        found = pushes(plan, parts, rank)
-        within = int(name == EXCHANGE)  # what comes of an exchange is laid in order, on the rank itself
-        assert {one.launch for one in found.of.values()} == set(range(len(launches(plan)) - within))
-        for source, one in found.of.items():
-            launch = launches(plan)[one.launch]
-            places = found.places[one.first : one.first + one.count]
-            assert launch.reads == (source,)
-            assert {written[one.at] for _, written in places} == {*launch.writes}
-            assert len({peer for peer, _ in places} - {rank}) == one.count
-            assert one.is_kept == (name == REDUCE and source.name.startswith("y"))
+def test_what_tasks_push(name: str, ranks: int, pieces: int) -> None:
+    """Whatever a task makes for others, each time to the peers and buffers that copies of its launch would go to."""
+    schedule, plain = checked(name, ranks, pieces)
+    plan = pushing(plain)
+    assert not codes(stopping(schedule).schedule, plan)
+    within = int(name == EXCHANGE)  # what comes of an exchange is laid in order, on the rank itself
+    assert {one.push for one in tasks(plan)} - {None} == set(range(len(launches(plan)) - within))
+    for task in (one for one in tasks(plan) if one.push is not None):
+        launch = launches(plan)[task.push or 0]
+        assert launch.reads == (task.result,)
+        assert is_kept(plan, task) == (name == REDUCE and task.result.name.startswith("y"))
+        for rank in range(ranks):
+            peers, buffers = zip(*destinations(launch, rank), strict=True)
+            assert {*buffers} == {*launch.writes}
+            assert len({*peers} - {rank}) == len(peers)
 
 
 def test_what_is_pushed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     file, tune = str(FOLDER / f"{EXCHANGE}.comm"), ("--tune", "matmul=push")
     assert run_command(["show", file, "C=2", "--stage", "plan", "--ranks", "2", *tune]) == 0
-    assert "pushed by products: launches 0, 1\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "in place of the copies of launch 0, when peers are ready\n" in out
 
 
 @pytest.mark.parametrize("name", [GATHER, WITH_ROWS, RETURN])
-def test_what_no_product_has_made_is_not_pushed(name: str) -> None:
-    schedule, plan = checked(name, 3, 2)
-    assert not pushes(plan, stopping(schedule).parts, 1).of
+def test_what_no_task_has_made_is_not_pushed(name: str) -> None:
+    _, plan = checked(name, 3, 2)
+    assert pushing(plan) is plan
 
 
 LATE = """
@@ -259,8 +321,7 @@ def test_what_peers_are_ready_for_too_late_is_not_pushed(tmp_path: Path) -> None
     (tmp_path / "late.comm").write_text(LATE, "utf-8")
     found = compiler.check(tmp_path / "late.comm", ranks=2)
     assert found.visits is not None
-    pushed = pushes(found.visits, stopping(found.schedule).parts, 0).of
-    assert {one.launch for one in pushed.values()} == {0, 1}
+    assert [one.push for one in tasks(pushing(found.visits))] == [0, 1, None, None, None, None]
 
 
 @pytest.mark.parametrize("name", [SCATTER, REDUCE])
@@ -269,7 +330,7 @@ def test_own_rows_come_later(name: str, later: int) -> None:
     """So many pieces, or when all of the others' are made; the sums are the same."""
     op = commdsl.load(name, params={"C": 3, "D": later}, ranks=2)
     plan = op.program(2).visits.plan
-    own = [one.writes[0].name.startswith("y") for one in visits(plan) if isinstance(one, Visit)]
+    own = [one.result.name.startswith("y") for one in tasks(plan)]
     assert own.index(True) == min(later + 1, 3)
     x, w = given(name, 2, 3, 8, 5)
     found = in_group(2, lambda rank, group: op(torch.tensor(x[rank]), torch.tensor(w[rank]), group=group))
@@ -302,56 +363,67 @@ def test_results_of_peers_are_copied_as_they_come(monkeypatch: pytest.MonkeyPatc
         assert one.caller[-4:] == [*((True, number) for number in brought), "all"]
 
 
-def test_turns() -> None:
-    """Of every product of a call the kernel is told which rows, which weights and which results are its own, and
-    whether something that travels waits for it.
+def rows_of(name: str, ranks: int, pieces: int, rank: int) -> tuple[tuple[TaskRow, ...], list[str]]:
+    """The kernel's table of tasks on a rank, and what each of its maps is of."""
+    made = commdsl.load(name, params={"C": pieces}, ranks=ranks).program(ranks)
+    assert made.visits is not None
+    cut = Cut(made.signature, made.visits, rank)
+    given = cut.given([torch.zeros(12 * ranks * pieces, 16), torch.zeros(12 * ranks, 16)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused.Fused, "_kernel", lambda *_: None)
+        held = partial(cut.operand, given=given)
+        found = fused.Fused(made.visits.plan, (), cut.places, rank, held, torch.device("cpu"))
+    return found._rows, [buffer for _, buffer, *_ in found._maps]
+
+
+def test_rows() -> None:
+    """Of every task of a call the kernel is told which rows, which weights and which results are its own, and whether
+    something beside waits for it.
     """
     ranks, pieces = 3, 2
-    made = commdsl.load(EXCHANGE, params={"C": pieces}, ranks=ranks).program(ranks)
-    assert made.visits is not None
     for rank in range(ranks):
-        turns = list(turns_of(made.visits.plan, Cut(made.signature, made.visits, rank).places))
+        rows, maps = rows_of(EXCHANGE, ranks, pieces, rank)
         order = [(rank + d) % ranks for d in (1, 2, 3)]  # its own columns come last
-        assert [turn.sources[0].factor for turn in turns] == [block for block in order for _ in range(pieces)]
-        assert [turn.sources[0].rows for turn in turns] == [(0, piece) for _ in order for piece in range(pieces)]
-        assert [turn.result for turn in turns[-pieces:]] == [(1, pieces * rank + piece) for piece in range(pieces)]
-        assert all(turn.stored >= 0 for turn in turns)  # behind its own, too: then what came is copied
+        assert [row.sources[0].factor.at for row in rows] == [block for block in order for _ in range(pieces)]
+        assert [row.sources[0].rows.at for row in rows] == [piece for _ in order for piece in range(pieces)]
+        results = [(maps[row.result.map], row.result.at) for row in rows[-pieces:] if row.result]
+        assert results == [("y", pieces * rank + piece) for piece in range(pieces)]
+        assert all(row.stored is not None for row in rows)  # behind its own, too: then what came is copied
 
 
-def test_turns_of_sums() -> None:
-    """Products that are summed up are one turn: of its sources the kernel is told which rows, which weights, and what
+def test_rows_of_sums() -> None:
+    """Products that are summed up are one task: of its sources the kernel is told which rows, which weights, and what
     each of them waits for.
     """
     ranks, pieces = 3, 2
-    made = commdsl.load(RETURN, params={"C": pieces}, ranks=ranks).program(ranks)
-    assert made.visits is not None
     for rank in range(ranks):
-        turns = list(turns_of(made.visits.plan, Cut(made.signature, made.visits, rank).places))
-        assert [turn.result for turn in turns] == [(0, piece) for piece in range(pieces)]
-        assert {(turn.count, turn.sums_there, turn.stored) for turn in turns} == {(0, -1, -1)}
-        for piece, turn in enumerate(turns):
-            own, *others = turn.sources
-            assert (own.rows, own.factor, own.there) == ((0, pieces * rank + piece), rank, -1)
-            assert [one.factor for one in others] == [(rank - d) % ranks for d in (1, 2)]
-            assert [one.rows[0] for one in others] == [1, 1]
-            assert [one.there for one in others] == [2 * piece, 2 * piece + 1]  # launches
+        rows, maps = rows_of(RETURN, ranks, pieces, rank)
+        assert [row.result and row.result.at for row in rows] == [*range(pieces)]
+        assert {(row.added, row.waits, row.stored) for row in rows} == {((), (), None)}
+        for piece, row in enumerate(rows):
+            own, *others = row.sources
+            assert (own.rows.at, own.factor.at, own.waits) == (pieces * rank + piece, rank, ())
+            assert [one.factor.at for one in others] == [(rank - d) % ranks for d in (1, 2)]
+            assert [maps[one.rows.map] for one in others] == ["s", "s"]
+            assert [one.waits for one in others] == [(WordWait(2 * piece + at),) for at in (0, 1)]  # launches
 
 
-def test_products_copy_what_they_read() -> None:
-    """Rows of all ranks are a result without a launch of their own: of each product the kernel is told where its rows
-    go, beside what it makes of them, and torch copies them.
+def test_tasks_copy_what_they_read() -> None:
+    """Rows of all ranks are a result without a launch of their own: of each task the kernel is told where its rows go,
+    beside what it makes of them, and torch copies them.
     """
     ranks, pieces = 3, 2
-    made = commdsl.load(WITH_ROWS, params={"C": pieces}, ranks=ranks).program(ranks)
-    assert made.visits is not None
-    assert len(launches(made.visits.plan)) == (ranks - 1) * pieces
+    _, plan = checked(WITH_ROWS, ranks, pieces)
+    assert len(launches(plan)) == (ranks - 1) * pieces
     for rank in range(ranks):
-        turns = list(turns_of(made.visits.plan, Cut(made.signature, made.visits, rank).places))
+        rows, _ = rows_of(WITH_ROWS, ranks, pieces, rank)
         order = [(rank - s) % ranks for s in range(ranks)]  # its own come first
-        assert [turn.copied for turn in turns] == [pieces * of + piece for of in order for piece in range(pieces)]
-        assert [turn.copied for turn in turns] == [turn.result[1] for turn in turns]
+        assert [row.copy and row.copy.at for row in rows] == [
+            pieces * of + piece for of in order for piece in range(pieces)
+        ]
+        assert [row.copy and row.copy.at for row in rows] == [row.result and row.result.at for row in rows]
     rows, copy, out = torch.randn(4, 8), torch.empty(4, 8), torch.empty(4, 3)
-    multiply(0, rows, torch.randn(3, 8), out=(out, copy))
+    ByLibrary(tasks(plan))(0, rows, torch.randn(3, 8), out=(out, copy))
     assert torch.equal(rows, copy)
 
 
@@ -377,22 +449,22 @@ schedule sent_on for P ranks where P >= 2 {
 """
 
 
-def test_copies_that_are_sent_on_are_not_of_the_kernel(tmp_path: Path) -> None:
-    """A word tells of the tiles of a turn, and not of the rows that are copied beside: nobody could wait for these."""
+def test_copies_that_are_sent_on_are_launches(tmp_path: Path) -> None:
+    """A counter tells of the tiles of a task, and not of the rows that it copies: nobody could wait for these."""
     (tmp_path / "sent_on.comm").write_text(SENT_ON, "utf-8")
-    for schedule, are_left in ((tmp_path / "sent_on.comm", False), (WITH_ROWS, True)):
+    for schedule, copies in ((tmp_path / "sent_on.comm", [False, False, True]), (WITH_ROWS, [True] * 3)):
         made = commdsl.load(str(schedule), ranks=3).program(3)
         assert made.visits is not None
-        products = [one for one in visits(made.visits.plan) if isinstance(one, Visit)]
-        assert [len(one.writes) for one in products] == [2, 2, 2]  # each copies
-        assert are_copies_left(made.visits.plan) == are_left
+        assert [one.copy is not None for one in tasks(made.visits.plan)] == copies
 
 
 def test_rounded_once() -> None:
-    """What is added behind a product is added before it is rounded: 256 + 1 + 1 in bfloat16 is 258."""
+    """What is added to a product is added before it is rounded: 256 + 1 + 1 in bfloat16 is 258."""
     rows, factor, one = (torch.tensor([[value]], dtype=torch.bfloat16) for value in (16.0, 16.0, 1.0))
     out = torch.empty(1, 1, dtype=torch.bfloat16)
-    multiply(0, rows, factor, one, one, out=out)
+    _, plan = checked(SCATTER, 3)
+    number = next(number for number, task in enumerate(tasks(plan)) if len(task.added) == 2)
+    ByLibrary(tasks(plan))(number, rows, factor, one, one, out=out)
     assert out.item() == 258.0
     assert (rows * factor + one + one).item() == 256.0
 
@@ -427,8 +499,8 @@ def test_what_lands_lies_side_by_side(name: str, ranks: int, pieces: int) -> Non
     assert program.visits is not None
     plan = program.visits.plan
     lying = [kept.name for kept in landing(plan, program.visits.parts)]
-    products = [phase for phase in visits(plan) if isinstance(phase, Visit)]
-    touched = {kept.name for one in products for kept in (one.reads[0], *one.reads[2:], *one.writes)}
+    products = [product for task in tasks(plan) for product in task.products]
+    touched = {kept.name for one in products for kept in (one.rows, *one.reads[2:], *one.writes)}
     for rank in range(ranks):
         places = Cut(program.signature, program.visits, rank).places
         first = {(places[part][0], lying.index(part) - places[part][1]) for part in touched & {*lying}}

@@ -24,7 +24,7 @@ from commdsl import compiler, overlap  # noqa: E402 - as above
 from commdsl.build import host_run, nvrtc  # noqa: E402 - as above
 from commdsl.build.emit import defines, emit  # noqa: E402 - as above
 from commdsl.build.host_run import HostResult, Options  # noqa: E402 - as above
-from commdsl.build.matmul import ARCH, Product, Tiling, emitted  # noqa: E402 - as above
+from commdsl.build.matmul import ARCH, Product, Tiling, alone, emitted, form_of  # noqa: E402 - as above
 from commdsl.commands.cli import run_command  # noqa: E402 - as above
 from commdsl.cost.profile import Profile  # noqa: E402 - as above
 from commdsl.machine.config import from_environment  # noqa: E402 - as above
@@ -112,10 +112,15 @@ def test_texts_without_stamps_do_not_change() -> None:
 def test_cubins() -> None:
     """NVRTC takes the texts of both kinds of kernel."""
     plan, config = stamped(plan_of("allreduce_ring")), from_environment()
-    product = Product(8, 8, 8, residual=True, turns=2)
+    product = Product(8, 8, 8, adds=True)
+    form = form_of([product], [alone(product, 1)])
     for text, macros, arch in (
         (emit(plan), defines(plan, "bfloat16", "sum"), "sm_90"),
-        (emitted(product, Tiling(256, 2), is_stamped=True), product.defines(), ARCH),
+        (
+            emitted(form, Tiling(256, 2), is_stamped=True),
+            product.defines(),
+            ARCH,
+        ),
     ):
         assert nvrtc.build(text, macros, config, arch).read_bytes().startswith(b"\x7fELF")
 

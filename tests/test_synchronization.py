@@ -418,6 +418,7 @@ def test_the_proof_shares_nothing_with_the_derivation() -> None:
             "commdsl.program.moves",
             "commdsl.program.actors",
             "commdsl.program.tasks",
+            "commdsl.program.tile_tasks",
             "commdsl.program.launches",
             "commdsl.program.phases",
             "commdsl.program.plan",

@@ -29,7 +29,7 @@ from commdsl.program.plan import Plan
 from commdsl.program.proof.rounds import Round
 from commdsl.program.proof.synchronization import prove
 from commdsl.program.sizes import device_launch
-from commdsl.program.tasks import Tiles
+from commdsl.program.tile_tasks import Tiles
 from commdsl.program.timeouts import CommTimeout
 from commdsl.program.verify import verify
 from commdsl.runtime.kernel import grid_of, residence_of

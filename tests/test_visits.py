@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ from commdsl.program.launches import Launch, Return, Visit, described
 from commdsl.program.memory import Kept
 from commdsl.program.moves import Protocol
 from commdsl.program.plan import Plan
+from commdsl.program.tasks import Tasks
 from commdsl.program.verify import verify
 from commdsl.program.visited import launches, plan_of, segments, started, visits
 
@@ -218,8 +219,13 @@ def mutants(plan: Plan) -> Iterator[tuple[str, Plan]]:
         turns = {one.turn: other.turn, other.turn: one.turn}
         yield (
             f"turns {one.turn} and {other.turn}",
-            with_phases(plan, lambda phase, turns=turns: replace(phase, turn=turns.get(phase.turn, phase.turn))),
+            with_phases(plan, lambda phase, turns=turns: _turned(phase, turns)),
         )
+
+
+def _turned(phase: Any, turns: Mapping[int, int]) -> Any:
+    """The phase elsewhere in the order of the schedule; tasks stay."""
+    return phase if isinstance(phase, Tasks) else replace(phase, turn=turns.get(phase.turn, phase.turn))
 
 
 def is_equal_in_effect(plan: Plan, mutant: Plan) -> bool:

@@ -9,7 +9,7 @@ nvrtc         text -> cubin, without a GPU
 host          text -> a library for this processor
 merge         what is to be merged -> the text and the argument of the kernel that does it
 matmul        a product of matrices -> the text, the table and the argument of its kernel
-turns         what products of a launch are, in order -> the tables that their kernel has of them
+task_table    the tasks of a launch, in order -> the tables that their kernel has of them
 tilings       the size of a product of matrices -> the tiling that takes the least time
 arena         the memory that the ranks of a host run share: guards, and a pattern where results go
 host_ranks    a Plan and the arguments of its calls -> what they leave there, on host ranks

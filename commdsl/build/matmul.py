@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache as memoize
 from typing import NamedTuple
@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from commdsl.build.emit import Emitted, environment
+from commdsl.build.task_table import NOWHERE, Place, SourceRow, TaskRow, biases_of, maps_of
+from commdsl.ir.functions import GATED
 from commdsl.machine.shortage import explained
 
 ARCH = "sm_90a"
@@ -33,8 +35,7 @@ _LINE, _PANEL, _MARKS = 128, 64 * 128, 256 + 4 * 48
 _SHARED = 227 * 1024
 _PIECE = np.dtype([("tile", "<u2", 2), ("depth", "<u2", 2), ("slot", "<i4"), ("parts", "<i2"), ("turn", "<u2")])
 _TAKEN, _NO_TURN = 2, 0xFFFF
-_PUSHES = struct.Struct("<Q56x")
-_ARGUMENTS = struct.Struct("<11Q4IQ16x")
+_ARGUMENTS = struct.Struct("<13QI4x")
 _ENOUGH = 4  # stages: what is read comes in time
 _LEAST = 4  # stages of a part: what it costs to add two parts up takes as long
 _BAND = 2048  # rows whose columns are made together: what they read stays in the L2 cache
@@ -107,9 +108,8 @@ class Product:
     """C [rows, columns] = A x B in `dtype`, C in `result`; `turns` such products, each by one of the matrices of B, or
     the sum of as many as there are `sources`, which share the depth. A lies as [rows, depth] where it is `a_deep`, else
     as [depth, rows]; B as [columns, depth] where it is `b_deep`. On the float32 sum: bias, then an activation, then
-    what it `adds`, results of others, and a residual. Gated, B has twice the columns, and silu(first half) * second
-    half is what comes of them. Of float8 the sum is multiplied with two scales first. It `copies` A, too. What it makes
-    may go to so many places that are `pushed` to, peers', as turns say.
+    what it `adds`. Gated, B has twice the columns, and silu(first half) * second half is what comes of them. Of float8
+    the sum is multiplied with two scales first. It `copies` A, too, and `pushes` what it makes to peers.
     """
 
     rows: int
@@ -122,17 +122,20 @@ class Product:
     bias: bool = False
     gelu: bool = False
     gated: bool = False
-    residual: bool = False
     adds: bool = False
     copies: bool = False
-    pushed: int = 0
+    pushes: bool = False
     turns: int = 1
     sources: int = 1
 
     def __post_init__(self) -> None:
         assert self.dtype != FLOAT8 or (self.a_deep and self.b_deep), "float8 is multiplied where it is deep"
-        is_plain = self.a_deep and not (self.residual or self.adds) and self.sources == 1
+        is_plain = self.a_deep and not self.adds and self.sources == 1
         assert not self.copies or is_plain, "rows are copied as they lie, of one source, and nothing is added"
+
+    @property
+    def activation(self) -> str:
+        return GATED if self.gated else "gelu" if self.gelu else ""
 
     def defines(self) -> tuple[str, ...]:
         return f"COMMDSL_DTYPE={self.dtype}", f"COMMDSL_RESULT={self.result}"
@@ -166,58 +169,90 @@ class Product:
         )
 
 
-def emitted(product: Product, tiling: Tiling, *, is_stamped: bool = False) -> Emitted:
-    """The kernel's text, as a Plan's is: the same for any size and element type. `is_stamped`: it says when each piece
-    began and ended.
+def alone(product: Product, addends: int = 0) -> TaskRow:
+    """Return the row of a product that is the one task of its launch: maps of A, B, C, then of what is added."""
+    added = tuple(Place(3 + number) for number in range(addends))
+    bias = (0, 0) if product.bias else None
+    source = SourceRow(Place(0), Place(1))
+    return TaskRow((source,), Place(2), added, bias=bias, activation=product.activation or None)
+
+
+MIXED = "mixed"
+"""The activation of tasks that differ in it: each tile looks its own up."""
+
+_LINES = 64  # of a panel
+_MAPS = 4  # in multiples of so many, so that launches of about as many share a kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the tasks of a launch have in common, as far as the kernel's text depends on it: how their operands lie, and
+    what some of them end with. `maps`: how many tensors TMA moves; `biases`: how many are given. `rows_map` and so on:
+    the one map that all tasks have of what is so called, -1 where they differ.
     """
-    return _emitted(
-        is_stamped,
-        tiling.rows,
-        tiling.columns,
-        tiling.stages,
-        tiling.panels,
-        tiling.cluster,
-        tiling.split,
-        product.a_deep,
-        product.b_deep,
-        product.bias,
-        product.gelu,
-        product.gated,
-        product.residual,
-        product.adds,
-        product.copies,
-        product.pushed,
+
+    a_deep: bool
+    b_deep: bool
+    bias: bool
+    activation: str
+    adds: bool
+    copies: bool
+    pushes: bool
+    maps: int
+    biases: int
+    rows_map: int
+    factor_map: int
+    result_map: int
+
+    def factor_lines(self, tiling: Tiling) -> int:
+        """How many rows of a factor one load brings, as matmul_worker.cuh has it."""
+        if not self.b_deep:
+            return _LINES
+        return tiling.columns if tiling.cluster == 1 and self.activation not in (GATED, MIXED) else tiling.columns // 2
+
+    def fits(self, tiling: Tiling) -> bool:
+        """Whether the kernel has this tiling: half of a tile of a gated task has whole panels."""
+        return self.activation != MIXED or (tiling.columns in (128, 256) and tiling.split == 1)
+
+
+def form_of(products: Sequence[Product], rows: Sequence[TaskRow]) -> Form:
+    """Return the form of a launch of these tasks, and of their rows in the table."""
+    first = products[0]
+    assert len({(one.dtype, one.result, one.a_deep, one.b_deep) for one in products}) == 1, "one kernel, one type"
+    activations = {one.activation for one in products}
+    return Form(
+        first.a_deep,
+        first.b_deep,
+        any(one.bias for one in products),
+        activations.pop() if len(activations) == 1 else MIXED,
+        any(one.adds for one in products),
+        any(one.copies for one in products),
+        any(one.pushes for one in products),
+        -(-maps_of(rows) // _MAPS) * _MAPS,
+        biases_of(rows),
+        _only(source.rows.map for row in rows for source in row.sources),
+        _only(source.factor.map for row in rows for source in row.sources),
+        _only(NOWHERE if row.result is None else row.result.map for row in rows),
     )
 
 
-_FIELDS = (
-    "rows",
-    "columns",
-    "stages",
-    "panels",
-    "cluster",
-    "split",
-    "a_deep",
-    "b_deep",
-    "bias",
-    "gelu",
-    "gated",
-    "residual",
-    "adds",
-    "copies",
-    "pushed",
-)
+def _only(maps: Iterable[int]) -> int:
+    """The one map that there is, -1 where there are several, or none."""
+    found = {*maps}
+    return found.pop() if len(found) == 1 and NOWHERE not in found else -1
 
 
 @memoize
 @explained("write the text of a kernel")
-def _emitted(is_stamped: bool, *values: int) -> Emitted:
+def emitted(form: Form, tiling: Tiling, *, is_stamped: bool = False) -> Emitted:
+    """The kernel's text, as a Plan's is: the same for any size and element type. `is_stamped`: it says when each piece
+    began and ended.
+    """
     entry = "commdsl_matmul"
-    shape = dict(zip(_FIELDS, values, strict=True))
     text = (
         environment()
         .get_template("matmul.cu.j2")
-        .render(threads=THREADS, entry=entry, shape=shape, is_stamped=is_stamped)
+        .render(threads=THREADS, entry=entry, form=form, tiling=tiling, is_stamped=is_stamped)
     )
     digest = hashlib.sha256(text.encode()).hexdigest()
     return Emitted(entry, text, digest, digest)
@@ -232,46 +267,46 @@ class Table(NamedTuple):
     slots: int
 
 
-def table(product: Product, tiling: Tiling, workers: int) -> Table:
-    """Turn after turn as many whole tiles for each of so many workers, clusters of blocks, as for any other; those that
-    are left over (`cut_tiles`) are cut along their depth into equal parts, which come first in the turn, but of several
+def table(products: Sequence[Product], tiling: Tiling, workers: int) -> Table:
+    """Task after task as many whole tiles for each of so many workers, clusters of blocks, as for any other; those that
+    are left over (`cut_tiles`) are cut along their depth into equal parts, which come first in the task, but of several
     sources last: the later ones are to have come. A worker takes a tile, or one or two parts, whenever it has made what
     it took.
 
     Whoever has a first part adds up what the others leave. The later parts are taken before it, each before a first
     part that is taken with it: however few workers there are, what waits waits for what was taken before.
     """
-    assert tiling.fits(product), (product, tiling)
-    high, wide, depth = product.tiles(tiling)
-    tiles = [
-        (row, column)
-        for rows in _bands(high, _BAND // (tiling.rows * tiling.cluster))
-        for column in range(wide)
-        for row in rows
-    ]
     lists: list[list[tuple[int, ...]]] = []
     slots = 0
-    for turn, left in enumerate(cut_tiles(product, tiling, workers)):
-        cut, slots = _cut(tiles[:left], depth, tiling.parts, workers, turn, slots)
-        uncut: list[list[tuple[int, ...]]] = [[(row, column, 0, depth, 0, 0, turn)] for row, column in tiles[left:]]
+    for task, (product, left) in enumerate(zip(products, cut_tiles(products, tiling, workers), strict=True)):
+        assert tiling.fits(product), (product, tiling)
+        high, wide, depth = product.tiles(tiling)
+        tiles = [
+            (row, column)
+            for rows in _bands(high, _BAND // (tiling.rows * tiling.cluster))
+            for column in range(wide)
+            for row in rows
+        ]
+        cut, slots = _cut(tiles[:left], depth, tiling.parts, workers, task, slots)
+        uncut: list[list[tuple[int, ...]]] = [[(row, column, 0, depth, 0, 0, task)] for row, column in tiles[left:]]
         lists += [*reversed(cut), *uncut] if product.sources == 1 else [*uncut, *reversed(cut)]
     found = np.zeros((len(lists) + 1, _TAKEN), _PIECE)
     found[-1]["turn"] = _NO_TURN
     for at, pieces in enumerate(lists):
-        for number, (row, column, first, last, slot, parts, turn) in enumerate(pieces):
-            found[at, number] = ((row, column), (first, last), slot, parts, turn)
+        for number, (row, column, first, last, slot, parts, task) in enumerate(pieces):
+            found[at, number] = ((row, column), (first, last), slot, parts, task)
     return Table(found, slots)
 
 
-def cut_tiles(product: Product, tiling: Tiling, workers: int) -> list[int]:
-    """How many tiles of each turn are cut: of the first, which waits for nothing, those that whole waves of all turns
-    do not take; where it has fewer, of every turn those that whole waves of it do not.
+def cut_tiles(products: Sequence[Product], tiling: Tiling, workers: int) -> list[int]:
+    """How many tiles of each task are cut: of the first, which waits for nothing, those that whole waves of all tasks
+    do not take; where it has fewer, of every task those that whole waves of it do not.
     """
-    high, wide, _ = product.tiles(tiling)
+    tiles = [high * wide for high, wide, _ in (one.tiles(tiling) for one in products)]
     if tiling.parts == 1:
-        return [0] * product.turns
-    left = high * wide * product.turns % workers
-    return [left] + [0] * (product.turns - 1) if left <= high * wide else [high * wide % workers] * product.turns
+        return [0] * len(tiles)
+    left = sum(tiles) % workers
+    return [left] + [0] * (len(tiles) - 1) if left <= tiles[0] else [count % workers for count in tiles]
 
 
 def shares(tiles: int, depth: int, most: int, workers: int) -> int:
@@ -323,17 +358,14 @@ def packed(
     maps: Sequence[bytes],
     addresses: Sequence[int],
     timeout_ns: int,
-    product: Product,
     entries: int,
-    stamps: int = 0,
-    pushes: int = 0,
+    stamps: int,
+    biases: Sequence[int],
 ) -> bytes:
-    """The kernel's one argument: two maps of A, one of B, two of C and one of sums, the addresses of pieces, claims,
-    turns, sources, words, bias, partials, flags and two scales, how long a block waits for what others do, the size of
-    C, how much there is to take, the stages of a source, the address of time stamps, and another map, of copies of A;
-    with a residual that of it; of a product that is pushed then maps of where, and the address of the table of that.
+    """The kernel's one argument: the maps of tensors, the addresses of pieces, claims, tasks, sources, places, waits,
+    words, partials, flags and two scales, how long a block waits for what others do, the address of time stamps, how
+    much there is to take, and the addresses of biases.
     """
-    sizes = product.rows, product.columns, entries, product.source_stages
-    first, behind = maps[:6], maps[6:]
-    beside = _PUSHES.pack(pushes) if product.pushed else b""
-    return b"".join((*first, _ARGUMENTS.pack(*addresses, timeout_ns, *sizes, stamps), *behind, beside))
+    own = struct.pack(f"<{len(biases)}Q", *biases)
+    every = b"".join((*maps, _ARGUMENTS.pack(*addresses, timeout_ns, stamps, entries), own))
+    return every.ljust(-(-len(every) // 64) * 64, b"\0")

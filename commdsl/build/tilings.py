@@ -5,10 +5,11 @@ Assumes `build.matmul`'s kernel, and figures that benchmarks/matmul.py measured.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from commdsl.build.matmul import FLOAT8, Product, Tiling, cut_tiles, shares
+from commdsl.build.matmul import FLOAT8, Form, Product, Tiling, cut_tiles, shares
 
 _SPLIT = {2: (80, 128, 160, 224), 4: (64, 96, 128)}
 WAYS = (
@@ -43,13 +44,20 @@ def chosen(product: Product, sms: int, there: float = 0.0) -> Tiling:
     return ranked(product, sms, there)[0]
 
 
+def chosen_for(products: Sequence[Product], form: Form, sms: int, there: float = 0.0) -> Tiling:
+    """As `chosen`, for all tasks of a launch."""
+    alike = Counter(products)
+    ways = (way for way in WAYS if form.fits(way) and all(map(way.fits, alike)))
+    return min(ways, key=lambda way: sum(_time(replace(one, turns=n), way, sms, there) for one, n in alike.items()))
+
+
 def ranked(product: Product, sms: int, there: float = 0.0) -> list[Tiling]:
     """All that there are of this product, the fastest first."""
     return sorted((way for way in WAYS if way.fits(product)), key=lambda tiling: _time(product, tiling, sms, there))
 
 
 def _time(product: Product, tiling: Tiling, sms: int, there: float) -> float:
-    cut = cut_tiles(product, tiling, tiling.workers(sms))
+    cut = cut_tiles([product] * product.turns, tiling, tiling.workers(sms))
     last = _making(replace(product, turns=1), tiling, sms, cut[-1:])
     return _LAUNCH + max(there + last, _making(product, tiling, sms, cut))
 

@@ -62,11 +62,12 @@ from commdsl.program.plan import Plan
 from commdsl.program.proof.agreement import agreement, agreement_of_rows
 from commdsl.program.proof.carries import carries
 from commdsl.program.proof.computes import computes
+from commdsl.program.proof.hosted import order_of_visits
 from commdsl.program.proof.memory import memory, memory_of_launches
 from commdsl.program.proof.regions import order_of_regions
 from commdsl.program.proof.rounds import Round
 from commdsl.program.proof.synchronization import synchronization
-from commdsl.program.proof.visits import order_of_visits, visits_compute
+from commdsl.program.proof.visits import visits_compute
 from commdsl.program.visited import plan_of, segments
 
 Rule: TypeAlias = Callable[[Located], Iterator[Diagnostic]]

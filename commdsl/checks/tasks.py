@@ -1,7 +1,7 @@
 """C591: what no kernel computes beside what moves.
 
 Assumes what the laws of schedules found right, C414 among them. Does not judge a task that stands alone in its kind: a
-Plan has one role that computes, which waits for nothing and writes memory that is the rank's own (`program.tasks`).
+Plan has one role that computes, which waits for nothing and writes memory of its own rank (`program.tile_tasks`).
 """
 
 from __future__ import annotations

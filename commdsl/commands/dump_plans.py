@@ -10,8 +10,6 @@ from itertools import pairwise
 from typing import assert_never
 
 from commdsl.ir.dispatches import Often
-from commdsl.ir.products import stopping
-from commdsl.ir.schedules import Schedule
 from commdsl.program.actors import actors, name_of, num_ranks_of
 from commdsl.program.launches import described as between
 from commdsl.program.memory import words_for
@@ -21,8 +19,7 @@ from commdsl.program.phases import AddUp, Each, FinishBack, Push, PushAgain, Pus
 from commdsl.program.plan import Plan
 from commdsl.program.proof.events import Step as Act
 from commdsl.program.proof.events import steps
-from commdsl.program.pushed import pushes
-from commdsl.program.visited import kept_by, landing, plan_of, segments, started
+from commdsl.program.visited import kept_by, landing, plan_of, segments, started, tasks
 from commdsl.program.wording import form_words
 from commdsl.program.wording import name_of as name_of_phase
 
@@ -41,16 +38,21 @@ def visited_lines(plan: Plan) -> Iterator[str]:
     lands = ", ".join(f"{kept.name} {kept.copy}" for kept in landing(plan))
     yield from (f"in symmetric memory besides: {lands}",) if lands else ()
     yield from unit_lines(plan)
-    yield from (between(phase, number) for number, phase in started(plan))
+    yield from order_lines(plan)
     for moves in segments(plan):
         yield from static_lines(plan_of(plan, moves))
 
 
-def pushed_lines(schedule: Schedule, plan: Plan) -> Iterator[str]:
-    """Which launches make no copies where our kernel multiplies, if products are to push."""
-    if schedule.tuning.matmul == "push":
-        found = pushes(plan, stopping(schedule).parts, 0).of.values()
-        yield f"pushed by products: launches {', '.join(str(number) for number in sorted(one.launch for one in found))}"
+def order_lines(plan: Plan) -> Iterator[str]:
+    """What is started, in order."""
+    yield from (between(phase, number, "task" if tasks(plan) else "visit") for number, phase in started(plan))
+
+
+def pushing_lines(plan: Plan | None) -> Iterator[str]:
+    """The order of the Plan whose tasks push, where there is one."""
+    if plan is not None:
+        yield "where a launch is one round of copies:"
+        yield from order_lines(plan)
 
 
 def unit_lines(plan: Plan) -> Iterator[str]:

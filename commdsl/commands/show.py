@@ -151,9 +151,9 @@ def render(outcome: Outcome, stage: Stage) -> str:
             one = replace(one, emitted_back=None, emitted_values=None, emitted_again=None)
             ways = (replace(one, plan=plan, emitted=text) for plan, text in made.ways)
             return "\n".join(render(replace(outcome, checked=way), stage) for way in ways)
-        case CompiledSchedule(schedule=schedule, plan=plan, visits=visits), Stage.PLAN:
+        case CompiledSchedule(plan=plan, visits=visits, pushing=pushing), Stage.PLAN:
             text = "\n".join(dump_plans.plan_text(one) for one in dict.fromkeys((plan, visits)) if one is not None)
-            return text if visits is None else "\n".join((text, *dump_plans.pushed_lines(schedule, visits)))
+            return "\n".join((text, *dump_plans.pushing_lines(pushing)))
         case CompiledDispatch(plan=plan), Stage.PLAN:
             return dump_plans.plan_text(plan)
         case CompiledSchedule(emitted=emitted) | CompiledDispatch(emitted=emitted), Stage.CUDA:

@@ -26,6 +26,7 @@ from commdsl.program.launches import Launch, Return, Visit
 from commdsl.program.memory import Kept, Rights
 from commdsl.program.moves import Moves
 from commdsl.program.sizes import chunk_range
+from commdsl.program.tasks import Task
 from commdsl.program.visited import kept_by, plan_of, segments, started
 
 
@@ -124,20 +125,21 @@ class Visited:
                     for at, kept in zip(outputs, phase.writes, strict=True):
                         left = made.outputs[moves.tensors[at].name]
                         held[kept] = _over(held.get(kept, left), left, moves, at)
-                case Visit():
-                    if phase.name is None:
-                        wanted = [[array] for array in next(yielded)]
-                    else:
-                        wanted = [next(seen)[1] for _ in ranks]
-                    now = next(everything)
-                    for rank in ranks:
-                        for at, kept in enumerate(phase.reads):
-                            new = self._new(now, at, rank, wanted[rank][at])
-                            compared += len(new)
-                            if new != self._new(now, at, rank, held[kept][rank]):
-                                return compared, f"visit {number} on rank {rank} is handed another `{kept.name}`"
-                    made_by = [self._made(phase.step, rank, wanted[rank]) for rank in ranks]
-                    held |= {kept: [one[at] for one in made_by] for at, kept in enumerate(phase.writes)}
+                case Visit() | Task():
+                    for one in phase.products if isinstance(phase, Task) else (phase,):
+                        if isinstance(one, Visit) and one.name is None:
+                            wanted = [[array] for array in next(yielded)]
+                        else:
+                            wanted = [next(seen)[1] for _ in ranks]
+                        now = next(everything)
+                        for rank in ranks:
+                            for at, kept in enumerate(one.reads):
+                                new = self._new(now, at, rank, wanted[rank][at])
+                                compared += len(new)
+                                if new != self._new(now, at, rank, held[kept][rank]):
+                                    return compared, f"visit {number} on rank {rank} is handed another `{kept.name}`"
+                        made_by = [self._made(one.step, rank, wanted[rank]) for rank in ranks]
+                        held |= {kept: [some[at] for some in made_by] for at, kept in enumerate(one.writes)}
                 case Return():
                     for kept in phase.reads:
                         for rank in ranks:

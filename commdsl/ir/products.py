@@ -98,13 +98,14 @@ def added(schedule: Schedule) -> frozenset[tuple[int, int]]:
 
 def _grouped(schedule: Schedule) -> Iterator[AnyStep | _Product]:
     """The steps; a product with the sums behind it, or the copy."""
+    uses = _uses(schedule)
     now: _Product | None = None
     for step in schedule.steps:
         one = step.moves[0] if isinstance(step, Step) and len(step.moves) == 1 else None
         if now is not None and one is not None and _adds(now.statement, one):
             now = replace(now, sums=(*now.sums, one))
             continue
-        if now is not None and one is not None and _copies(now, one):
+        if now is not None and one is not None and _copies(now, one, uses):
             now = replace(now, copy=one)
             continue
         if now is not None:
@@ -131,9 +132,22 @@ def _adds(product: Statement, one: Statement) -> bool:
     )
 
 
-def _copies(product: _Product, one: Statement) -> bool:
-    """Whether a statement copies what the product multiplied, on every rank, and is the first to. A product that is
-    added to what is there copies nothing.
+def _uses(schedule: Schedule) -> tuple[NDArray[np.int64], ...]:
+    """By buffer, rank and chunk, how many statements read or write it."""
+    found = tuple(np.zeros((schedule.num_ranks, buffer.num_chunks), np.int64) for buffer in schedule.buffers)
+    for one in schedule.statements:
+        np.add.at(found[one.source_buffer], (one.source_rank, one.source_chunk), 1)
+        np.add.at(found[one.dest_buffer], (one.dest_rank, one.dest_chunk), 1)
+        for buffer in one.epilogue.buffers:
+            found[buffer][:] += 1
+        if one.factor is not None:
+            found[one.factor][one.actor, _factor_chunk(one)] += 1
+    return found
+
+
+def _copies(product: _Product, one: Statement, uses: Sequence[NDArray[np.int64]]) -> bool:
+    """Whether a statement copies what the product multiplied, on every rank, and is the first to, and nothing else
+    touches the copy: no counter says that it is there. A product that is added to what is there copies nothing.
     """
     of = product.statement
     return (
@@ -145,6 +159,7 @@ def _copies(product: _Product, one: Statement) -> bool:
         and np.array_equal(one.source_rank, of.source_rank)
         and np.array_equal(one.source_chunk, of.source_chunk)
         and np.array_equal(one.dest_rank, of.dest_rank)
+        and bool((uses[one.dest_buffer][one.dest_rank, one.dest_chunk] == 1).all())
     )
 
 

@@ -12,13 +12,16 @@ owner, which C212 proves): so an event from stream to stream is all that launche
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeAlias, assert_never
 
+from commdsl.ir.functions import PLAIN
 from commdsl.ir.schedules import Yield
 from commdsl.language.records import dataclass
 from commdsl.program.memory import Kept, Rights
 from commdsl.program.moves import Moves, Protocol
 from commdsl.program.phases import Ranks
+from commdsl.program.tasks import Counter, Product, Stored, Task
 from commdsl.program.touches import Touch
 
 
@@ -85,10 +88,10 @@ class Return:
     after: int  # as of a visit
 
 
-Between: TypeAlias = Launch | Visit | Return
+Between: TypeAlias = Launch | Visit | Task | Return
 
 
-def touches(phase: Between) -> tuple[Touch, ...]:
+def touches(phase: Between | Product) -> tuple[Touch, ...]:
     """What a phase reads and writes."""
     writes = phase.frees if isinstance(phase, Return) else phase.writes
     read = tuple(Touch(kept, Ranks.OWN, False, phase.turn) for kept in phase.reads)
@@ -100,24 +103,40 @@ def opening(launch: Launch) -> tuple[Touch, ...]:
     return tuple(Touch(kept, Ranks.OWN, True, launch.turn) for kept in launch.lands)
 
 
-def described(phase: Between, number: int) -> str:
-    """`launch 1 of ring_segment1: kv 0 -> kv 1`, with what it comes after."""
+def described(phase: Between, number: int, caller: str = "visit") -> str:
+    """`launch 1 of ring_segment1: kv 0 -> kv 1`, with what it comes after. `caller`: a phase of the caller's."""
     match phase:
         case Launch():
             what = f"launch {number} of {phase.moves.name}: {_names(phase.reads)} -> {_names(phase.writes)}"
-            what += f"  after visit {phase.after - 1}" if phase.after else ""
-            opens = f"after visit {phase.opens - 1}" if phase.opens else "at once"
+            what += f"  after {caller} {phase.after - 1}" if phase.after else ""
+            opens = f"after {caller} {phase.opens - 1}" if phase.opens else "at once"
             return what + (f", opens {opens}" if phase.opens < phase.after else "")
         case Visit():
             words = "" if phase.name is None else f" {phase.name}"
             what = f"visit {number}{words}: {_names(phase.reads)}"
             what += f" -> {_names(phase.writes)}" if phase.writes else ""
-            what += phase.step.epilogue.words
+        case Task():
+            return _task(phase, number)
         case Return():
             what = f"return: {_names(phase.reads)}"
         case _:
             assert_never(phase)
     return what + (f"  after launch {phase.after - 1}" if phase.after else "")
+
+
+def _task(task: Task, number: int) -> str:
+    """`task 2 matmul: x 0 by w 0 (after launch 1) + s 1 (after launch 0) -> y 1 with bias`."""
+    terms = [f"{_names((one.rows,))} by {_names((one.factor,))}{_waits(one.waits)}" for one in task.products]
+    terms += [_names((kept,)) for kept in task.added]
+    epilogue = replace(PLAIN, bias=0 if task.bias else None, residual=0 if task.residual else None)
+    words = replace(epilogue, activation=task.activation).words
+    pushed = "" if task.push is None else f"  in place of the copies of launch {task.push}, when peers are ready"
+    return f"task {number} {task.name}: {' + '.join(terms)}{_waits(task.waits)} -> {_names(task.writes)}{words}{pushed}"
+
+
+def _waits(waits: tuple[Counter, ...]) -> str:
+    named = [f"task {one.task}" if isinstance(one, Stored) else f"launch {one.launch}" for one in waits]
+    return f" (after {' and '.join(named)})" if named else ""
 
 
 def _names(kept: tuple[Kept, ...]) -> str:

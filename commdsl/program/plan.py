@@ -23,10 +23,11 @@ from commdsl.program.launches import touches as touches_between
 from commdsl.program.memory import Counters, Kept, Memory, Rows, Tensor, Transport, Words
 from commdsl.program.moves import Moves
 from commdsl.program.phases import Count, FinishBack, Meet, Push, PushAgain, PushBack, PushByKey, Routed
-from commdsl.program.tasks import Tiles
+from commdsl.program.tasks import Tasks
+from commdsl.program.tile_tasks import Tiles
 from commdsl.program.touches import touches
 
-Phase: TypeAlias = Moves | ByRow | Tiles | Routed | Launch | Visit | Return
+Phase: TypeAlias = Moves | ByRow | Tiles | Routed | Launch | Visit | Tasks | Return
 
 One = TypeVar("One")
 
@@ -144,12 +145,12 @@ class Plan:
     @property
     def is_static(self) -> bool:
         """Whether it moves chunks by tables of its own, not rows by a routing that comes with a call."""
-        return any(isinstance(phase, Moves | Launch | Visit | Return) for phase in self.phases)
+        return any(isinstance(phase, Moves | Launch | Visit | Tasks | Return) for phase in self.phases)
 
     @property
     def is_visited(self) -> bool:
         """Whether its caller computes between launches: then each of them is a Plan of its own (`visited`)."""
-        return any(isinstance(phase, Launch | Visit | Return) for phase in self.phases)
+        return any(isinstance(phase, Launch | Visit | Tasks | Return) for phase in self.phases)
 
     @cached_property
     def launched(self) -> Mapping[Moves, Plan]:
@@ -243,6 +244,8 @@ def memory_of(phase: Phase) -> tuple[Memory, ...]:
             return phase.tensors
         case ByRow():  # those of the moves before it
             return ()
+        case Tasks(rows):
+            return tuple(kept for task in rows for kept in (*task.reads, *task.writes))
         case Launch() | Visit() | Return():
             return tuple(touch.memory for touch in touches_between(phase))
         case _:

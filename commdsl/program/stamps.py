@@ -18,7 +18,8 @@ from commdsl.program.launches import Launch, Visit
 from commdsl.program.moves import Moves, OpKind, Origin
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import Launch as Size
-from commdsl.program.tasks import Tiles
+from commdsl.program.tasks import Task as Computed
+from commdsl.program.tile_tasks import Tiles
 
 INTERVAL = np.dtype([("begin", "<u8"), ("ready", "<u8"), ("end", "<u8"), ("sm", "<u8")])
 """Nanoseconds of one clock: when it began, when what it waited for was there, when it ended. `sm`: who worked, on a GPU
@@ -67,10 +68,11 @@ def layout(plan: Plan, rank: int, size: Size) -> Layout:
     return together(parts)
 
 
-def task(phase: Launch | Visit) -> Task:
+def task_of(phase: Launch | Visit | Computed) -> Task:
     """What is launched, or multiplied, as a whole."""
-    read, written = (", ".join(kept.name for kept in some) for some in (phase.reads, phase.writes))
-    return Task(f"{read} -> {written}", isinstance(phase, Visit))
+    reads = phase.operands if isinstance(phase, Computed) else phase.reads
+    read, written = (", ".join(kept.name for kept in some) for some in (reads, phase.writes))
+    return Task(f"{read} -> {written}", not isinstance(phase, Launch))
 
 
 def alone(task: Task, count: int = 1) -> Layout:

@@ -1,39 +1,157 @@
-"""The phase `Tiles`: what a role computes beside the lanes that move, tile by tile, and which of them it tells.
+"""The phase `Tasks`: matrix products of one kernel, with the counters that each of them waits for.
 
-Assumes nothing of the schedule. Does not derive synchronization (`lower`) and does not prove it (`program.proof`).
+Assumes nothing of the schedule. Does not derive waits (`lower.visits`), prove them (`proof.hosted`) or launch anything.
 
-**Who runs.** `sms` thread blocks, one an SM. Block b serves lanes b, b + sms, ... of the moves: for every round it runs
-the rank's operations for each of them in turn, so that the first tiles of all chunks are done first.
-
-**What a tile is.** What a lane of `Moves` moves of a chunk in a round: the same slice of the same rounds. So a flag
-says all that has to be said between the two, and no tile is awaited that is not read.
-
-**Operations** are rows of `Ops` as those of moves, with a function for a kind. They read and write tensors of the rank
-itself, and wait for nothing: what they read is given with the call, or made by an earlier operation of the same lane.
-Each may signal `num_ranks`, the moves of its own rank, as those call the tiles: flags[lane][num_ranks], with the row
-`num_ranks` of their signals_per_round.
+Workers take tiles of tasks in the order of `rows`, and no task waits for the one before it: whatever a task depends on
+is a counter among its waits. A task is over when all tiles of its result are stored, here and on peers.
 """
 
 from __future__ import annotations
 
-from types import MappingProxyType
+from typing import TypeAlias
 
-from commdsl.ir.functions import FUNCTIONS
+from commdsl.ir.schedules import Yield
 from commdsl.language.records import dataclass
-from commdsl.program.memory import Tensor
-from commdsl.program.moves import KIND_OF, Ops, Origin
-
-FUNCTION_OF = MappingProxyType({KIND_OF[one.operation]: one for one in FUNCTIONS.values()})
-"""The functions of `ir.functions`, by their kind as operations."""
+from commdsl.program.memory import Kept
 
 
-@dataclass(frozen=True, eq=False)
-class Tiles:
-    """Static operations that compute, beside the `Moves` of the same Plan, whose tensors these are."""
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The counter that the end of a launch beside the tasks raises: all that the launch brings is there."""
 
-    num_ranks: int
-    sms: int  # thread blocks, one an SM
-    threads: int  # of a block: as many as a block of the moves has
-    tensors: tuple[Tensor, ...]
-    ops: Ops
-    origins: tuple[Origin, ...]
+    launch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The counter that the opening of a launch raises: all peers have said that what it writes may be written."""
+
+    launch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The counter that a task raises with every tile that it has stored; its level is the number of these tiles."""
+
+    task: int
+
+
+Counter: TypeAlias = Over | Ready | Stored
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One term of a task: rows times a factor transposed. `waits`: before either is read.
+
+    `reads`: rows, factor, what is added to them, bias and residual, as the step names them; `writes`: the result, then
+    the copy of the rows if there is one.
+    """
+
+    reads: tuple[Kept, ...]
+    writes: tuple[Kept, ...]
+    turn: int  # where the schedule has it
+    step: Yield
+    waits: tuple[Counter, ...]
+
+    @property
+    def rows(self) -> Kept:
+        return self.reads[0]
+
+    @property
+    def factor(self) -> Kept:
+        return self.reads[1]
+
+    @property
+    def sums(self) -> tuple[Kept, ...]:
+        """Matrices that are added to the product."""
+        return self.reads[self.step.sums]
+
+    @property
+    def result(self) -> Kept:
+        return self.writes[0]
+
+    def operand(self, buffer: int | None) -> Kept | None:
+        """What it reads of a buffer of its step, by number."""
+        return None if buffer is None else self.reads[self.step.reads.index(buffer)]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A sum of products, rounded once. `waits`: before anything is added to them. `push`: the launch whose copies of
+    the result the task makes itself, tile by tile.
+    """
+
+    products: tuple[Product, ...]
+    waits: tuple[Counter, ...] = ()
+    push: int | None = None
+
+    @property
+    def turn(self) -> int:
+        return self.products[0].turn
+
+    @property
+    def name(self) -> str | None:
+        """The function."""
+        return self.products[0].step.name
+
+    @property
+    def result(self) -> Kept:
+        return self.products[0].result
+
+    @property
+    def copy(self) -> Kept | None:
+        """Where the rows of the first product are copied to."""
+        return next(iter(self.products[0].writes[1:]), None)
+
+    @property
+    def added(self) -> tuple[Kept, ...]:
+        """Matrices that are added to the sum of products, in order; the result itself: as it is before the task."""
+        first, *others = self.products
+        return (*first.sums, *(kept for one in others for kept in one.sums if kept != self.result))
+
+    @property
+    def bias(self) -> Kept | None:
+        """A row that is added to each of the sum of products."""
+        return next(filter(None, (one.operand(one.step.epilogue.bias) for one in self.products)), None)
+
+    @property
+    def residual(self) -> Kept | None:
+        """A matrix that is added last."""
+        return next(filter(None, (one.operand(one.step.epilogue.residual) for one in self.products)), None)
+
+    @property
+    def activation(self) -> str | None:
+        return self.products[-1].step.epilogue.activation
+
+    @property
+    def operands(self) -> tuple[Kept, ...]:
+        """All that it reads of what lies in memory before it."""
+        factors = (kept for one in self.products for kept in one.reads[:2])
+        return (*factors, *self.added, *(one for one in (self.bias, self.residual) if one is not None))
+
+    @property
+    def reads(self) -> tuple[Kept, ...]:
+        """All that its products read, one after another."""
+        return tuple(kept for one in self.products for kept in one.reads)
+
+    @property
+    def writes(self) -> tuple[Kept, ...]:
+        return self.products[0].writes
+
+    @property
+    def counters(self) -> tuple[Counter, ...]:
+        """All that it waits for."""
+        ready = () if self.push is None else (Ready(self.push),)
+        return (*(wait for one in self.products for wait in one.waits), *self.waits, *ready)
+
+    @property
+    def after(self) -> int:
+        """How many launches are over before it is."""
+        return max((one.launch + 1 for one in self.counters if isinstance(one, Over)), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Tasks:
+    """Tasks of one kernel, in the order in which workers take their tiles."""
+
+    rows: tuple[Task, ...]

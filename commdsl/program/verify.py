@@ -11,11 +11,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.classes import SUM, Unit
 from commdsl.ir.functions import ROWWISE
 from commdsl.ir.schedules import Ints
 from commdsl.program.by_row import ByRow
-from commdsl.program.launches import Launch, Return, Visit
 from commdsl.program.legal import each as _each
 from commdsl.program.legal import law as _law
 from commdsl.program.legal import within as _within
@@ -34,12 +32,13 @@ from commdsl.program.moves import (
 )
 from commdsl.program.phases import Push
 from commdsl.program.plan import Plan
-from commdsl.program.tasks import FUNCTION_OF, Tiles
+from commdsl.program.tile_tasks import FUNCTION_OF, Tiles
 from commdsl.program.verify_calls import verify_calls
 from commdsl.program.verify_casts import verify_casts
 from commdsl.program.verify_keys import verify_keys
 from commdsl.program.verify_lengths import verify_lengths
-from commdsl.program.visited import kept_by, launches, plan_of, segments, visits
+from commdsl.program.verify_visited import verify_visited
+from commdsl.program.visited import plan_of, segments
 
 Mask = NDArray[np.bool_]
 
@@ -60,7 +59,9 @@ _PER_WAIT = ("wait_peer", "wait_ordinal", "wait_rounds_back", "wait_reason")
 def verify(plan: Plan) -> None:
     """Raises InternalError unless the Plan is one that `emit` can print and the proofs can read."""
     if plan.is_visited:
-        _visited(plan)
+        verify_visited(plan)
+        for moves in segments(plan):
+            verify(plan_of(plan, moves))
         return
     for role in plan.roles:
         for phase in role.phases:
@@ -100,57 +101,6 @@ def _put_whole(plan: Plan) -> None:
                     _law(phase.packed, "rows of tables go to far ranks in as many runs as places, not packed")
                 case _:
                     pass
-
-
-def _visited(plan: Plan) -> None:
-    """Launches by lanes, visits and one return by the caller; launches are on copies that are like their tensors."""
-    between = (*launches(plan), *visits(plan))
-    _law(len(between) == len(plan.phases), "between launches there are visits, and nothing else")
-    _law(len({phase.turn for phase in between}) == len(between), "two phases have one turn")
-    for role in plan.roles:
-        turns = [phase.turn for phase in role.phases if isinstance(phase, Launch | Visit | Return)]
-        _law(turns == sorted(turns), f"the phases of `{role.name}` are not in the order of their turns")
-        for phase in role.phases:
-            _law(isinstance(phase, Launch) != role.is_caller, f"`{role.name}` does what another role does")
-    _law([isinstance(phase, Return) for phase in visits(plan)][-1:] == [True], "the caller's last phase is no return")
-    _law(sum(isinstance(phase, Return) for phase in plan.phases) == 1, "a call returns once")
-    for phase in between:
-        others = len(visits(plan)) - 1 if isinstance(phase, Launch) else len(launches(plan))
-        _law(0 <= phase.after <= others, f"it comes after {phase.after} phases, of which there are {others}")
-        if isinstance(phase, Launch):
-            least = 0 if phase.is_split else phase.after
-            _law(
-                least <= phase.opens <= phase.after,
-                f"it opens after {phase.opens} phases, and comes after {phase.after}",
-            )
-        if not isinstance(phase, Return):
-            _law(all(kept.copy for kept in phase.writes), "what the caller gave is written")
-    for launch in launches(plan):
-        for access, kept in ((Rights.READ, launch.reads), (Rights.WRITE, launch.writes)):
-            wanted = [one.blocks for one in launch.moves.tensors if one.access is access]
-            _law(wanted == [one.blocks for one in kept], "a launch is on other buffers than its moves")
-        _law(len({*launch.writes}) == len(launch.writes), "a launch writes a copy twice")
-        again = {kept.name for kept in launch.writes if kept in launch.reads}
-        _law(again <= {*launch.moves.alias_safe}, "a launch writes a copy that it reads")
-        _made_of(launch)
-    found = {(kept.name, kept.unit) for kept in kept_by(plan)}
-    _law(len(found) == len({name for name, _ in found}), "copies of a buffer are of different types or lengths")
-    for moves in segments(plan):
-        verify(plan_of(plan, moves))
-
-
-def _made_of(launch: Launch) -> None:
-    """All of the same, but sums, which are as long and of another type."""
-    found: dict[bool, set[Unit]] = {True: set(), False: set()}
-    for tensor, kept in zip(launch.moves.tensors, launch.operands, strict=True):
-        found[tensor.is_sum].add(kept.unit)
-    (unit, *others), wide = found[False], found[True]
-    _law(
-        not others and {one.size for one in wide} <= {unit.size}, "a launch is on buffers of different types or lengths"
-    )
-    _law(
-        {one.element for one in wide} <= {SUM} - {unit.element}, f"a launch adds {unit.element} to sums of another type"
-    )
 
 
 def verify_moves(moves: Moves, *, has_tiles: bool = False) -> None:

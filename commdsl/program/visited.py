@@ -14,6 +14,7 @@ from commdsl.program.launches import Between, Launch, Return, Visit, touches
 from commdsl.program.memory import Kept
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
+from commdsl.program.tasks import Task, Tasks
 
 TURNS = 2
 """Launches of the same moves that may be under way at once: each has flags of its own."""
@@ -23,9 +24,20 @@ def launches(plan: Plan) -> tuple[Launch, ...]:
     return tuple(phase for phase in plan.phases if isinstance(phase, Launch))
 
 
-def visits(plan: Plan) -> tuple[Visit | Return, ...]:
-    """The caller's phases."""
-    return tuple(phase for phase in plan.phases if isinstance(phase, Visit | Return))
+def visits(plan: Plan) -> tuple[Visit | Task | Return, ...]:
+    """The caller's phases, and in place of `Tasks` each of its tasks."""
+    found: list[Visit | Task | Return] = []
+    for phase in plan.phases:
+        match phase:
+            case Tasks(rows):
+                found += rows
+            case Visit() | Return():
+                found.append(phase)
+    return tuple(found)
+
+
+def tasks(plan: Plan) -> tuple[Task, ...]:
+    return tuple(phase for phase in visits(plan) if isinstance(phase, Task))
 
 
 def kept_by(plan: Plan) -> Iterator[Kept]:
@@ -75,6 +87,17 @@ def ended(plan: Plan) -> tuple[int, ...]:
     return tuple(found)
 
 
+def host_order(plan: Plan) -> tuple[tuple[int, bool], ...]:
+    """What goes on the stream beside the caller's, in order: the number of a launch, and whether it ends or begins."""
+    found, over = list[tuple[int, bool]](), 0
+    for (number, phase), before in zip(started(plan), ended(plan), strict=True):
+        found += ((launch, True) for launch in range(over, before))
+        over = before
+        if isinstance(phase, Launch):
+            found.append((number, False))
+    return (*found, *((launch, True) for launch in range(over, len(launches(plan)))))
+
+
 def turns(plan: Plan) -> tuple[int, ...]:
     """Of each launch, which flags of its moves it has: others than one before it that is still under way."""
     over = [over for (_, phase), over in zip(started(plan), ended(plan), strict=True) if isinstance(phase, Launch)]
@@ -109,7 +132,8 @@ def landing(plan: Plan, parts: Sequence[Part] = ()) -> list[Kept]:
     """
     found = dict.fromkeys(kept for launch in launches(plan) for kept in launch.lands)
     order = {part.name: number for number, part in enumerate(parts)}
-    return sorted(found, key=lambda kept: order.get(kept.name, 0))
+    of = {part.name: next(at for at, one in enumerate(parts) if one.of == part.of) for part in parts}
+    return sorted(found, key=lambda kept: (of.get(kept.name, 0), kept.copy, order.get(kept.name, 0)))
 
 
 def moved(plan: Plan) -> frozenset[str]:
@@ -122,7 +146,7 @@ def only_multiplied(plan: Plan, parts: Sequence[Part]) -> frozenset[str]:
     all of them: they have one kernel, which reads an operand in one way.
     """
     of = {part.name: part.of for part in parts}
-    reads = [phase.reads for phase in visits(plan) if isinstance(phase, Visit)]
+    reads = [product.reads for task in tasks(plan) for product in task.products]
     operands = ({of.get(one[number].name, one[number].name) for one in reads} for number in range(2))
     alone = {name for names in operands if len(names) == 1 for name in names}
     return frozenset(alone - {of.get(name, name) for name in moved(plan)})

@@ -1,60 +1,45 @@
-"""Turns the products of a Plan into one launch of our kernel, beside which everything moves.
+"""Turns the tasks of a Plan into one launch of our kernel, beside which everything moves.
 
-Assumes a Hopper GPU, and matrices that TMA reads (`fits`). Does not order anything: where the Plan has a visit wait for
-a launch beside, the kernel waits for a word that the end of that launch raises; where a launch waits for a visit, the
-stream beside waits until the kernel has counted all of its tiles. What products push they store where peers have it,
-when a word says that these are ready. So a tile waits for what it reads alone, and no
-product ends before the next one begins. The kernel leaves SMs to what moves: a launch beside may need one to go on.
+Assumes a Hopper GPU, and matrices that TMA reads (`fits`). Does not order anything: each task of the Plan says what it
+waits for, and each launch beside it which tasks it waits for. A counter of the Plan is a word of the call: the end of a
+launch raises one, its opening another, and a task counts its stored tiles in a third. The kernel leaves SMs to what
+moves: a launch beside may need one to go on.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple, TypeAlias, assert_never
 
 import torch
 
-from commdsl.build.matmul import Product, stores
-from commdsl.build.tilings import chosen
-from commdsl.build.turns import ELSEWHERE, Push, Turn
+from commdsl.build.matmul import Product, form_of
+from commdsl.build.task_table import Place, SourceRow, TaskRow, WordWait
+from commdsl.build.tilings import chosen_for
 from commdsl.ir.functions import GATED
 from commdsl.ir.products import MATMUL
 from commdsl.machine.config import from_environment
 from commdsl.program.memory import Kept
 from commdsl.program.moves import Protocol
 from commdsl.program.plan import Plan
-from commdsl.program.pushed import Pushes
-from commdsl.program.stamps import Layout, task
-from commdsl.program.visited import launches
+from commdsl.program.pushed import destinations, is_kept
+from commdsl.program.stamps import Layout, task_of
+from commdsl.program.tasks import Counter, Over, Ready, Stored, Task
+from commdsl.program.tasks import Product as TaskProduct
+from commdsl.program.visited import launches, tasks
 from commdsl.runtime import matmul
 from commdsl.runtime.errors import CaptureError
 from commdsl.runtime.functions import Function
 from commdsl.runtime.kept import keep
-from commdsl.runtime.matmul import NOWHERE, Addresses, Matmul, Matrices
+from commdsl.runtime.matmul import Addresses, Matmul, Matrices, Side
 from commdsl.runtime.stamps import Stamps
 from commdsl.runtime.streams import Around, Streams
 from commdsl.runtime.tensors import ALIGNMENT, FLOAT8, element_name, is_deep
-from commdsl.runtime.turns import (
-    Places,
-    activations,
-    are_copies_left,
-    end_in_one_way,
-    given_to,
-    groups_of,
-    have_turns,
-    place_of,
-    products_of,
-    summed,
-    turns_of,
-    unordered,
-)
 from commdsl.runtime.workspace import ALONE, Meanwhile, Start
 
-_LOGGER = logging.getLogger("commdsl")
-
 LEFT = 2
-"""SMs that the products leave: one for what runs beside, one as clusters have two."""
+"""SMs that the tasks leave: one for what runs beside, one as clusters have two."""
 
 LINK = 390e3
 """Bytes a microsecond that a GPU gets: who waits for the last rows is not to make large tiles of them."""
@@ -68,86 +53,163 @@ _ADDED = (torch.bfloat16, torch.float16)
 _MADE = (*_ADDED, torch.float32)
 """What the kernel makes, and what of that it may be given to add."""
 
+PlaceOf: TypeAlias = Mapping[str, tuple[str, int]]
+"""By part, of which matrices it is which."""
 
-def fits(plan: Plan, places: Places, rows: torch.Tensor, factor: torch.Tensor, result: torch.dtype) -> bool:
-    """Whether our kernel makes these products. It waits for what moves beside: that needs no SMs, does not stand behind
-    it in the one queue to the GPU. Kernels of ranks that share a GPU take turns, also where they wait.
+Held: TypeAlias = Callable[[Kept], torch.Tensor]
+"""A tensor like that which a call has for a buffer."""
+
+MapKey: TypeAlias = tuple[Side, str, int, int, int]
+"""Of the matrices of one map: what they are to tasks, of which buffer and copy, on which peer (-1: here), and which one
+of the buffer's it is (-1: all of them, which lie side by side).
+"""
+
+
+def fits(plan: Plan, held: Held, device: torch.device) -> bool:
+    """Whether our kernel runs the tasks of a Plan. It waits for what moves beside: that needs no SMs, does not stand
+    behind it in the one queue to the GPU. Kernels of ranks that share a GPU take turns, also where they wait.
     """
-    if not rows.is_cuda or torch.cuda.get_device_capability(rows.device) != HOPPER:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
         return False
     if from_environment().one_queue or any(one.moves.protocol is not Protocol.ENGINE for one in launches(plan)):
         return False
-    if rows.dtype not in (torch.bfloat16, torch.float16, FLOAT8) or (rows.dtype != FLOAT8 and rows.dtype != result):
+    every = tasks(plan)
+    first = every[0].products[0]
+    rows, factor, result = (held(kept) for kept in (first.rows, first.factor, first.result))
+    if rows.dtype not in (*_ADDED, FLOAT8) or (rows.dtype != FLOAT8 and rows.dtype != result.dtype):
         return False
-    if not have_turns(plan):
+    if result.dtype not in (_ADDED if any(one.added or one.bias or one.residual for one in every) else _MADE):
         return False
-    sources, sums, results, copies = groups_of(products_of(plan), places)
-    if len(sources) > 2 or len(sums) > 1 or len(results) > 2 or result not in (_ADDED if sums else _MADE):
+    if rows.dtype == FLOAT8 and len({one.factor.name.partition(".")[0] for one in _products(every)}) > 1:
+        return False  # a launch has one scale of its factors
+    like = [(held(one.rows), held(one.factor), held(one.result)) for one in _products(every)]
+    kinds = {(a.dtype, b.dtype, c.dtype, is_deep(a), is_deep(b)) for a, b, c in like}
+    if len(kinds) > 1 or rows.dtype != factor.dtype or not all(_is_read(one) for some in like for one in some):
         return False
-    if copies and (len(copies) > 1 or sums or not is_deep(rows) or not are_copies_left(plan)):
+    if any(len({held(one.rows).shape[1] for one in task.products}) > 1 for task in every):
         return False
-    if not end_in_one_way(plan, places) or (any(map(any, map(given_to, products_of(plan)))) and result not in _ADDED):
-        return False
-    sides = (rows.shape[1] * rows.itemsize, _columns(plan, factor) * result.itemsize)
-    if rows.numel() == 0 or factor.numel() == 0 or any(side % ALIGNMENT for side in sides):
-        return False
-    return is_ordered(plan, places)
+    return not any(task.copy is not None and (task.added or task.residual or not is_deep(rows)) for task in every)
 
 
-def is_ordered(plan: Plan, places: Places) -> bool:
-    """Return whether the kernel's waits order all products of a Plan that `fits`; log a warning if they do not."""
-    first = unordered(plan, places)
-    if first is not None:
-        _LOGGER.warning(
-            "`%s`: torch multiplies, as the fused kernel has no wait for the product that `%s` depends on; "
-            "`tune { matmul library }` chooses torch and silences this warning",
-            plan.name,
-            first.writes[0].name,
-        )
-    return first is None
+def _products(every: Sequence[Task]) -> Iterator[TaskProduct]:
+    return (product for task in every for product in task.products)
+
+
+def _is_read(matrix: torch.Tensor) -> bool:
+    """Whether TMA reads it: something, in lines of whole 16 bytes."""
+    return matrix.numel() > 0 and matrix.shape[1] * matrix.itemsize % ALIGNMENT == 0
 
 
 class Fused:
-    """The products of calls of one shape on one GPU: a kernel for each way in which what is multiplied lies."""
+    """The tasks of calls of one shape on one GPU: a kernel for each way in which what is multiplied lies."""
 
     def __init__(
-        self,
-        plan: Plan,
-        places: Places,
-        rows: torch.Tensor,
-        factor: torch.Tensor,
-        result: torch.dtype,
-        pushes: Pushes,
+        self, plan: Plan, lying: Sequence[Kept], place_of: PlaceOf, rank: int, held: Held, device: torch.device
     ) -> None:
-        """`rows`, `factor`: what a product is given; `result`: of what it makes."""
-        self._products, self._places = products_of(plan), places
-        self._touched = tuple({kept: None for one in self._products for kept in (*one.reads, *one.writes)})
-        self._groups = groups_of(self._products, places)
-        self._launches = len(launches(plan))
-        self._pushes = pushes
-        plain = tuple(turns_of(plan, places))
-        # Words: launches are over; tiles of a turn are stored; peers are ready.
-        self._opened = {one.launch: self._launches + len(plain) + one.launch for one in pushes.of.values()}
-        self._words = self._launches * (2 if pushes.of else 1) + len(plain)
-        turns = tuple(map(self._turn, plain, (first.writes[0] for first, *_ in summed(self._products))))
-        types, self._device = (element_name(rows.dtype), element_name(result)), rows.device.index
-        sources, adds = [len(turn.sources) for turn in turns], any(turn.count for turn in turns)
-        size = rows.shape[0], _columns(plan, factor), rows.shape[1] * sources[0]
-        self._turns = turns
-        self._turn_of = tuple(number for number, count in enumerate(sources) for _ in range(count))
-        copies = bool(self._groups[-1])
-        product = Product(*size, *types, adds=adds, copies=copies, turns=len(turns), sources=sources[0])
-        (activation,) = activations(plan)
-        biases, residuals = zip(*map(given_to, self._products), strict=True)
-        self._bias, self._residual = (next(filter(None, kept), None) for kept in (biases, residuals))
-        product = replace(product, bias=self._bias is not None, residual=self._residual is not None)
-        product = replace(product, gelu=activation == "gelu", gated=activation == GATED)
-        self._product = replace(product, pushed=len(pushes.places))
-        self._arriving = sum(source.there >= 0 for turn in turns for source in turn.sources) * rows.nbytes
+        """`lying`: what lands, in the order in which it lies in memory."""
+        self._tasks, self._place_of, self._rank = tasks(plan), place_of, rank
+        self._plan, self._launches = plan, launches(plan)
+        self._touched = tuple({kept: None for one in self._tasks for kept in (*one.operands, *one.writes)})
+        self._lying = frozenset(lying)
+        self._apart = self._lying_apart(lying)
+        self._maps = dict[MapKey, int]()
+        self._biases = dict[tuple[str, int], int]()
+        # Words: launches are over; tiles of a task are stored; peers are ready.
+        self._words = 2 * len(self._launches) + len(self._tasks)
+        self._opened = {one.push: self._word(Ready(one.push)) for one in self._tasks if one.push is not None}
+        awaited = {counter for one in self._tasks for counter in one.counters}
+        told = max((launch.after for launch in self._launches), default=0)
+        self._rows = tuple(
+            self._row(task, is_awaited=number < told or Stored(number) in awaited)
+            for number, task in enumerate(self._tasks)
+        )
+        self._device = device.index
+        self._products = tuple(self._product(task, held) for task in self._tasks)
+        brought = (
+            held(one.rows) for one in _products(self._tasks) if any(isinstance(wait, Over) for wait in one.waits)
+        )
+        self._arriving = sum(one.nbytes for one in brought)
         self._is_stamped = plan.stamped
         self._kernels: dict[tuple[bool, bool], Matmul] = {}
         self._known: dict[tuple[object, ...], matmul.Launch] = {}
-        self._kernel(rows, factor)
+        first = self._tasks[0].products[0]
+        self._kernel(held(first.rows), held(first.factor))
+
+    def _product(self, task: Task, held: Held) -> Product:
+        rows, result = held(task.products[0].rows), held(task.result)
+        high, wide = result.shape
+        return Product(
+            high,
+            wide,
+            rows.shape[1] * len(task.products),
+            element_name(rows.dtype),
+            element_name(result.dtype),
+            bias=task.bias is not None,
+            gelu=task.activation == "gelu",
+            gated=task.activation == GATED,
+            adds=bool(task.added or task.residual),
+            copies=task.copy is not None,
+            pushes=task.push is not None,
+            sources=len(task.products),
+        )
+
+    def _row(self, task: Task, *, is_awaited: bool) -> TaskRow:
+        sources = tuple(
+            SourceRow(self._place(Side.ROWS, one.rows), self._place(Side.FACTOR, one.factor), self._waits(one.waits))
+            for one in task.products
+        )
+        added = (*task.added, *((task.residual,) if task.residual else ()))
+        bias = None
+        if task.bias is not None:
+            name, at = self._part(task.bias)
+            bias = self._biases.setdefault((name, task.bias.copy), len(self._biases)), at
+        pushed = () if task.push is None else destinations(self._launches[task.push], self._rank)
+        return TaskRow(
+            sources,
+            self._place(Side.RESULT, task.result) if is_kept(self._plan, task) else None,
+            tuple(self._place(Side.RESULT, kept) for kept in added),
+            self._waits(task.waits),
+            self._word(Stored(self._tasks.index(task))) if is_awaited else None,
+            tuple(self._place(Side.RESULT, kept, peer) for peer, kept in pushed),
+            None if task.push is None else self._word(Ready(task.push)),
+            None if task.copy is None else self._place(Side.COPY, task.copy),
+            bias,
+            task.activation,
+        )
+
+    def _word(self, counter: Counter) -> int:
+        match counter:
+            case Over(launch):
+                return launch
+            case Stored(task):
+                return len(self._launches) + task
+            case Ready(launch):
+                return len(self._launches) + len(self._tasks) + launch
+            case _:
+                assert_never(counter)
+
+    def _waits(self, counters: Sequence[Counter]) -> tuple[WordWait, ...]:
+        return tuple(WordWait(self._word(one), one.task if isinstance(one, Stored) else None) for one in counters)
+
+    def _part(self, kept: Kept) -> tuple[str, int]:
+        """Of which buffer it is which matrix; what has no parts is one by itself. What lands lies elsewhere."""
+        name, at = self._place_of.get(kept.name, (kept.name, 0))
+        return (f"{name}, landed" if kept in self._lying else name), at
+
+    def _lying_apart(self, lying: Sequence[Kept]) -> frozenset[tuple[str, int]]:
+        """Copies of buffers whose matrices are not equally far from one another: each has a map of its own."""
+        first: dict[tuple[str, int], set[int]] = {}
+        for number, kept in enumerate(lying):
+            name, at = self._part(kept)
+            first.setdefault((name, kept.copy), set()).add(number - at)
+        return frozenset(of for of, found in first.items() if len(found) > 1)
+
+    def _place(self, side: Side, kept: Kept, peer: int = -1) -> Place:
+        name, at = self._part(kept)
+        alone = at if (name, kept.copy) in self._apart else -1
+        return Place(
+            self._maps.setdefault((side, name, kept.copy, peer, alone), len(self._maps)), at if alone < 0 else 0
+        )
 
     def over(
         self,
@@ -157,22 +219,22 @@ class Fused:
         landing: Sequence[int],
         stamps: Stamps | None = None,
     ) -> tuple[Streams, Mapping[str | None, Function]]:
-        """The streams of one call, and what makes its products: all of them with the first. `landing`: by rank, where
-        lies what lands. `stamps`: of a stamped Plan, where it writes when each was made.
+        """The streams of one call, and what runs its tasks: all of them with the first. `landing`: by rank, where lies
+        what lands. `stamps`: of a stamped Plan, where it writes when each ran.
         """
-        rows, factor = (held[kept] for kept in self._products[0].reads[:2])
-        kernel = self._kernel(rows, factor)
-        words = streams.zeroed(self._words, factor)
+        first = self._tasks[0].products[0]
+        kernel = self._kernel(held[first.rows], held[first.factor])
+        words = streams.zeroed(self._words, held[first.factor])
         written = 0 if stamps is None else stamps.take(self._layout(kernel))[0].data_ptr()
-        beside = Addresses(0, words, written, tuple(one.data_ptr() for one in scales) or NOWHERE.scales)
+        beside = Addresses((), words, written, tuple(one.data_ptr() for one in scales) or (0, 0))
         launch = self._prepared(kernel, held, beside, tuple(landing) if self._opened else ())
 
-        def multiply(number: int, *_: torch.Tensor, out: object) -> None:
+        def run(number: int, *_: torch.Tensor, out: object) -> None:
             if number == 0:
                 streams.launch(kernel.kernel, launch, beside=False)
 
-        numbers = Numbers(self._launches, self._turn_of, self._opened)
-        return _Words(streams, kernel, words, numbers), {MATMUL: multiply}
+        numbers = Numbers(len(self._launches), self._opened)
+        return _Words(streams, kernel, words, numbers), {MATMUL: run}
 
     def mark(self, address: int) -> None:
         """As `Matmul.mark`."""
@@ -180,7 +242,7 @@ class Fused:
 
     def _layout(self, kernel: Matmul) -> Layout:
         """Of what a stamped kernel writes."""
-        return Layout(tuple(task(first) for first, *_ in summed(self._products)), kernel.intervals)
+        return Layout(tuple(map(task_of, self._tasks)), kernel.intervals)
 
     def _kernel(self, rows: torch.Tensor, factor: torch.Tensor) -> Matmul:
         """The one that reads matrices that lie as these do."""
@@ -190,25 +252,12 @@ class Fused:
             if torch.cuda.is_current_stream_capturing():
                 raise CaptureError("no product has had matrices that lie so: call it once before the capture")
             sms = torch.cuda.get_device_properties(self._device).multi_processor_count - LEFT
-            product = replace(self._product, a_deep=a_deep, b_deep=b_deep)
-            tiling = chosen(product, sms, self._arriving / LINK)
-            found = Matmul(product, tiling, sms, self._device, self._turns, is_stamped=self._is_stamped)
+            products = [replace(one, a_deep=a_deep, b_deep=b_deep) for one in self._products]
+            form = form_of(products, self._rows)
+            tiling = chosen_for(products, form, sms, self._arriving / LINK)
+            found = Matmul(products, tiling, sms, self._device, self._rows, is_stamped=self._is_stamped)
             self._kernels[a_deep, b_deep] = found
         return found
-
-    def _turn(self, turn: Turn, made: Kept) -> Turn:
-        """What it pushes, too."""
-        found = self._pushes.of.get(made)
-        if found is None:
-            return turn
-        push = Push(found.first, found.count, found.at, self._opened[found.launch])
-        return replace(turn, push=push, result=turn.result if found.is_kept else ELSEWHERE)
-
-    def _pushed(self, held: Mapping[Kept, torch.Tensor], landing: Sequence[int]) -> Iterator[Matrices]:
-        """What peers have as far behind where all of theirs begins as this rank has it."""
-        for peer, written in self._pushes.places:
-            found = matrices({number: held[kept] for number, kept in enumerate(written)})
-            yield replace(found, address=found.address - landing[self._pushes.rank] + landing[peer])
 
     def _prepared(
         self, kernel: Matmul, held: Mapping[Kept, torch.Tensor], beside: Addresses, landing: tuple[int, ...]
@@ -219,44 +268,51 @@ class Fused:
         key = (*lie, beside, *landing)
         launch = self._known.get(key)
         if launch is None:
-            found: dict[str, dict[int, torch.Tensor]] = {}
-            for kept, one in zip(self._touched, given, strict=True):
-                group, at = place_of(self._places, kept)
-                found.setdefault(group, {})[at] = one
-            sources, sums, results, copies = ([matrices(found[name]) for name in names] for names in self._groups)
-            factor = matrices(found[place_of(self._places, self._products[0].reads[1])[0]])
-            added, copied = (next(iter(one), None) for one in (sums, copies))
-            if self._bias is not None:
-                row = held[self._bias]
-                beside = replace(beside, bias=row.data_ptr() - place_of(self._places, self._bias)[1] * row.nbytes)
-            residual = None if self._residual is None else matrices(found[place_of(self._places, self._residual)[0]])
-            pushed = [*self._pushed(held, landing)]
-            launch = kernel.prepare(sources, factor, results, added, beside, copied, pushed, residual)
+            biases = tuple(self._bias(name, copy, held) for name, copy in self._biases)
+            launch = kernel.prepare([*self._mapped(held, landing)], replace(beside, biases=biases))
             keep(self._known, key, launch, MAX_KEPT)
         return launch
 
+    def _bias(self, name: str, copy: int, held: Mapping[Kept, torch.Tensor]) -> int:
+        """Where the first row of a bias is."""
+        kept = next(
+            one.bias for one in self._tasks if one.bias and (self._part(one.bias)[0], one.bias.copy) == (name, copy)
+        )
+        assert kept is not None
+        return held[kept].data_ptr() - self._part(kept)[1] * held[kept].nbytes
 
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    """Of the words of a call: first those of `launches`, which are over, then those of turns, of which each product is
-    one or part of one; and by launch that of peers that are ready, where products push what it would copy.
+    def _mapped(self, held: Mapping[Kept, torch.Tensor], landing: Sequence[int]) -> Iterator[tuple[Matrices, Side]]:
+        """What peers have lies as far behind where all of theirs begins as this rank has it."""
+        members: dict[tuple[str, int], dict[int, torch.Tensor]] = {}
+        pushed = (kept for task in self._tasks if task.push is not None for kept in self._launches[task.push].writes)
+        for kept in (*self._touched, *pushed):
+            name, at = self._part(kept)
+            members.setdefault((name, kept.copy), {})[at] = held[kept]
+        for side, name, copy, peer, alone in self._maps:
+            every = members[name, copy]
+            found = matrices(every if alone < 0 else {0: every[alone]})
+            away = 0 if peer < 0 else landing[peer] - landing[self._rank]
+            yield replace(found, address=found.address + away), side
+
+
+class Numbers(NamedTuple):
+    """Of the words of a call: first those of `launches`, which are over, then those of tasks; and by launch that of
+    peers that are ready, where tasks push what it would copy.
     """
 
     launches: int
-    turn_of: Sequence[int]
     opened: Mapping[int, int]
 
 
 class _Words(Around):
-    """The streams of a call whose products are one launch: what waits and tells, by words."""
+    """The streams of a call whose tasks are one launch: what waits and tells, by words."""
 
     def __init__(self, streams: Streams, kernel: Matmul, words: int, numbers: Numbers) -> None:
         """`words`: the address of the first."""
         super().__init__(streams)
         self._kernel, self._words, self._numbers = kernel, words, numbers
-        self._stores = stores(kernel.product, kernel.tiling)
         self._started = 0  # launches
-        self._awaited = 0  # turns whose tiles what goes beside has waited for
+        self._awaited = 0  # tasks whose tiles what goes beside has waited for
 
     def start(self, start: Start, changing: Sequence[int], meanwhile: Meanwhile = ALONE) -> Callable[[], None]:
         """Its end is told to the kernel, and that peers are ready, where that pushes."""
@@ -267,29 +323,22 @@ class _Words(Around):
         return self._streams.start(start, changing, replace(meanwhile, told=self._word(number), opened=opened))
 
     def mark(self, what: Hashable, *, beside: bool) -> None:
-        """Launches; the tiles of a product are counted."""
+        """Launches; the tiles of a task are counted."""
         if beside:
             self._streams.mark(what, beside=True)
 
     def wait(self, what: Hashable, *, beside: bool) -> None:
-        """For products. The kernel waits for launches, and so does what the caller's stream has behind it."""
+        """For tasks. The kernel itself waits for launches, and the end of a call for all of them."""
         if not beside:
-            self._streams.wait(what, beside=False)
             return
         assert isinstance(what, tuple)
-        turns = self._numbers.turn_of[what[1]] + 1
-        for turn in range(self._awaited, turns):
-            waiting = self._kernel.waiting(self._word(self._numbers.launches + turn), self._stores)
+        for task in range(self._awaited, what[1] + 1):
+            waiting = self._kernel.waiting(self._word(self._numbers.launches + task), self._kernel.stores(task))
             self.launch(self._kernel.awaiting, waiting, beside=True)
-        self._awaited = max(self._awaited, turns)
+        self._awaited = max(self._awaited, what[1] + 1)
 
     def _word(self, number: int) -> int:
         return self._words + 8 * number
-
-
-def _columns(plan: Plan, factor: torch.Tensor) -> int:
-    """Of what products make."""
-    return factor.shape[0] // 2 if GATED in activations(plan) else factor.shape[0]
 
 
 def matrices(members: Mapping[int, torch.Tensor]) -> Matrices:

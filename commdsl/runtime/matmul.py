@@ -10,13 +10,16 @@ import ctypes
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias, assert_never
 
 import numpy as np
 import torch
 
 from commdsl.build import nvrtc
-from commdsl.build.matmul import ARCH, FLOAT8, THREADS, Product, Tiling, emitted, packed, slot_bytes, table
-from commdsl.build.turns import Turn, packed_pushes, packed_turns
+from commdsl.build.matmul import ARCH, FLOAT8, THREADS, Product, Tiling, emitted, form_of, packed, slot_bytes, stores
+from commdsl.build.matmul import table as table_of
+from commdsl.build.task_table import Sizes, TaskRow, biases_of, maps_of, packed_tasks
 from commdsl.machine.config import DEFAULT_TIMEOUT, from_environment
 from commdsl.runtime.errors import DeviceError, TensorError
 from commdsl.runtime.kept import keep
@@ -81,52 +84,70 @@ def launch_of(argument: bytes, sizes: Sequence[int], blocks: int, threads: int) 
     return Launch(blocks, threads, ctypes.addressof(pointers), (held, pointers))
 
 
+class Side(Enum):
+    """What a tensor is to tasks, which decides the boxes that TMA moves of it."""
+
+    ROWS = "rows"
+    FACTOR = "factor"
+    RESULT = "result"  # or what is added to one, or a copy of it on a peer
+    COPY = "copy of rows"
+
+
+Mapped: TypeAlias = tuple[Matrices, Side]
+
+
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """What else a launch reads and writes, 0 for what it has not: a bias, the words of its call, time stamps, and of
+    """What else a launch reads and writes, 0 for what it has not: biases, the words of its call, time stamps, and of
     float8 the scales of A and of B.
     """
 
-    bias: int = 0
+    biases: tuple[int, ...] = ()
     words: int = 0
     stamps: int = 0
     scales: tuple[int, ...] = (0, 0)
 
 
-NOWHERE = Addresses()
+NO_ADDRESSES = Addresses()
 
 
 class Matmul:
-    """One product, or several turns of it, cut in one way, on up to `sms` blocks."""
+    """The tasks of one launch, each of a product, cut in one way, on up to `sms` blocks."""
 
     def __init__(
         self,
-        product: Product,
+        products: Sequence[Product],
         tiling: Tiling,
         sms: int,
         device: int,
-        turns: Sequence[Turn] | None = None,
+        rows: Sequence[TaskRow],
         *,
+        is_alone: bool = False,
         is_stamped: bool = False,
     ) -> None:
-        self.product, self.tiling = product, tiling
-        self._is_alone = turns is None  # nothing that moves beside needs SMs before it begins
-        turns = (
-            [Turn(count=int(product.adds), bias=product.bias - 1, residual=product.residual)]
-            if turns is None
-            else turns
-        )
-        text, high, wide = emitted(product, tiling, is_stamped=is_stamped), *product.tiles(tiling)[:2]
-        workers = min(tiling.workers(sms), high * wide * (tiling.parts if tiling.parts > 1 else product.turns))
+        """`is_alone`: nothing that moves beside it needs SMs before it begins."""
+        self.products, self.tiling, self._is_alone = products, tiling, is_alone
+        self.maps, self._biases = maps_of(rows), biases_of(rows)
+        form = form_of(products, rows)
+        self._room = form.maps - self.maps
+        self._factor_lines = form.factor_lines(tiling)
+        text = emitted(form, tiling, is_stamped=is_stamped)
+        sizes = [one.tiles(tiling) for one in products]
+        most = sum(high * wide for high, wide, _ in sizes)
+        if tiling.parts > 1:
+            most = max(high * wide * tiling.parts for high, wide, _ in sizes)
+        workers = min(tiling.workers(sms), most)
         self._blocks = workers * tiling.blocks
-        dealt = table(product, tiling, workers)
+        dealt = table_of(products, tiling, workers)
         self.intervals = np.repeat(dealt.pieces["turn"][:-1].ravel().astype(np.int32), 2 * tiling.blocks)
-        """Of each that a stamped kernel writes, its turn: of every piece and block two."""
+        """Of each that a stamped kernel writes, its task: of every piece and block two."""
         where = torch.device("cuda", device)
         self._pieces = lasting(torch.from_numpy(dealt.pieces.view("<i4")), where)
-        tables = map(bytearray, (*packed_turns(turns), packed_pushes(turns)))
-        made = (lasting(torch.frombuffer(one, dtype=torch.uint8), where) for one in tables)
-        self._turns, self._sources, self._pushes = made
+        of = [Sizes(one.columns, one.source_stages, stores(one, tiling)) for one in products]
+        self._tables = [
+            lasting(torch.frombuffer(bytearray(one or bytes(16)), dtype=torch.uint8), where)
+            for one in packed_tasks(rows, of)
+        ]
         self._partials = room(dealt.slots * slot_bytes(tiling), where)
         words = (torch.zeros(count, dtype=torch.int64, device="cpu") for count in (dealt.slots * tiling.cluster * 2, 1))
         self._flags, self._claims = (lasting(zeros, where) for zeros in words)
@@ -134,44 +155,41 @@ class Matmul:
         self._awaits: dict[tuple[int, int], Launch] = {}
         config = from_environment()
         self._timeout_ns = PATIENCE * int(1e9 * (config.timeout or DEFAULT_TIMEOUT))
-        path = nvrtc.build(text, product.defines(), config, ARCH)
+        path = nvrtc.build(text, products[0].defines(), config, ARCH)
         held = Residence("matmul", text.name, self._blocks, THREADS, tiling.shared_bytes, self._blocks)
         self.kernel = DeviceKernel(path, held, device, None)
         beside = {name: Residence("matmul", f"{text.name}_{name}", 1, 1, 0, 1) for name in ("await", "mark")}
         self.awaiting = DeviceKernel(path, beside["await"], device, None)
         self._mark = DeviceKernel(path, beside["mark"], device, None) if is_stamped else None
 
-    def prepare(
-        self,
-        a: Sequence[Matrices],
-        b: Matrices,
-        c: Sequence[Matrices],
-        sums: Matrices | None = None,
-        at: Addresses = NOWHERE,
-        copied: Matrices | None = None,
-        pushed: Sequence[Matrices] = (),
-        residual: Matrices | None = None,
-    ) -> Launch:
-        """The launch that writes C to `c`, and to what turns name of `pushed`, with `sums` and `residual` added, and A
-        to `copied`. Of several turns A and C are one or two of what turns name, and B has the matrices that they do.
-        Raises TensorError where a row of a matrix begins elsewhere than TMA can.
+    def prepare(self, maps: Sequence[Mapped], at: Addresses = NO_ADDRESSES) -> Launch:
+        """The launch on these tensors, which the rows of its tasks name by their numbers. Raises TensorError where a
+        row of a matrix begins elsewhere than TMA can.
         """
-        rows, half = self.tiling.rows, self.tiling.columns // 2
-        line = self.tiling.line(self.product)
-        maps = (
-            *(tensor_map(one, rows if self.product.a_deep else _PANEL) for one in (a[0], a[-1])),
-            tensor_map(b, half if self.product.b_deep else _PANEL),
-            *(tensor_map(one, _PANEL, line) for one in (c[0], c[-1])),
-            tensor_map(c[0] if sums is None else sums, _PANEL, line),
-            tensor_map(c[0] if copied is None else copied, _PANEL),
-            *(tensor_map(one, _PANEL, line) for one in (*((residual,) if residual else ()), *pushed)),
+        assert (len(maps), len(at.biases or (0,))) == (self.maps, self._biases)
+        made = [self._map(*one) for one in maps]
+        made += made[:1] * self._room
+        addresses = (
+            *(one.data_ptr() for one in (self._pieces, self._claims, *self._tables)),
+            at.words,
+            *(one.data_ptr() for one in (self._partials, self._flags)),
+            *at.scales,
         )
-        assert (len(pushed), residual is not None) == (self.product.pushed, self.product.residual)
-        tables = [one.data_ptr() for one in (self._pieces, self._claims, self._turns, self._sources)]
-        addresses = (*tables, at.words, at.bias, self._partials.data_ptr(), self._flags.data_ptr(), *at.scales)
-        behind = at.stamps, self._pushes.data_ptr()
-        argument = packed(maps, addresses, self._timeout_ns, self.product, self._entries, *behind)
+        argument = packed(made, addresses, self._timeout_ns, self._entries, at.stamps, at.biases or (0,))
         return launch_of(argument, [len(argument)], self._blocks, THREADS)
+
+    def _map(self, one: Matrices, side: Side) -> bytes:
+        match side:
+            case Side.ROWS:
+                return tensor_map(one, self.tiling.rows if self.products[0].a_deep else _PANEL)
+            case Side.FACTOR:
+                return tensor_map(one, self._factor_lines)
+            case Side.RESULT:
+                return tensor_map(one, _PANEL, self.tiling.line(self.products[0]))
+            case Side.COPY:
+                return tensor_map(one, _PANEL)
+            case _:
+                assert_never(side)
 
     def __call__(self, launch: Launch) -> None:
         start = self.kernel.launch_early if self._is_alone else self.kernel.launch
@@ -184,6 +202,10 @@ class Matmul:
             launch = launch_of(struct.pack("<3Q", word, least, self._timeout_ns), [8, 8, 8], 1, 1)
             keep(self._awaits, (word, least), launch, MAX_AWAITS)
         return launch
+
+    def stores(self, task: int) -> int:
+        """What is counted when all of a task is stored."""
+        return stores(self.products[task], self.tiling)
 
     def mark(self, address: int) -> None:
         """Of a stamped kernel: writes there when the current stream is here, by the clock of its stamps."""

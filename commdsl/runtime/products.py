@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from commdsl.cost.profile import Profile
-from commdsl.ir.functions import GATED, PLAIN
+from commdsl.ir.functions import GATED
 from commdsl.ir.products import MATMUL, Part
-from commdsl.ir.schedules import Yield
-from commdsl.program.launches import Visit
+from commdsl.program.launches import Return
 from commdsl.program.memory import Kept
-from commdsl.program.pushed import NOTHING, Pushes, pushes
-from commdsl.program.stamps import alone, task
-from commdsl.program.visited import kept_by, landing
-from commdsl.program.visited import visits as visited
+from commdsl.program.plan import Plan
+from commdsl.program.stamps import alone, task_of
+from commdsl.program.tasks import Task
+from commdsl.program.visited import kept_by, landing, tasks
 from commdsl.runtime import tensors
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.errors import OpError
@@ -71,17 +70,16 @@ class Multiplying:
         shapes = tensors.output_shapes(program.signature, inputs)
         types = (tensors.dtype_of(program.signature, port, inputs) for port in program.signature.outputs)
         self._made = tuple(zip(shapes, types, strict=True))
-        given = cut.given(inputs)
-        self._between = _between(visits, given)
+        given, plan = cut.given(inputs), self._pushing(visits)
+        self._between = _between(visits, cut, given)
         self._fused: Fused | None = None
-        rows, factor = (cut.operand(kept, given) for kept in _products(visits)[0].reads[:2])
-        if rows.is_cuda and not visits.by_library:
+        if not visits.by_library and inputs[0].is_cuda:
             from commdsl.runtime import fused  # where there is a GPU
 
-            results = _results(visits, given)
-            if len(results) == 1 and fused.fits(visits.plan, cut.places, rows, factor, *results):
-                pushed = self._pushed(visits)
-                self._fused = fused.Fused(visits.plan, cut.places, rows, factor, results.pop(), pushed)
+            held = partial(cut.operand, given=given)
+            if fused.fits(plan, held, inputs[0].device):
+                lying = landing(plan, visits.parts)
+                self._fused = fused.Fused(plan, lying, cut.places, communicator.rank, held, inputs[0].device)
         self._again: Again | None = None
         self._alone: Callable[[Callable[[], None]], None] = operator.call
         if self._fused is not None:
@@ -91,17 +89,13 @@ class Multiplying:
             self._alone = communicator.gate.alone
             self._again = None if visits.plan.stamped else again.Again(communicator)
         self._plan = visits.plan
-        self._steps = tuple(one.step for one in _products(visits))
-        sums = any(one.writes[0] in one.reads[one.step.sums] for one in _products(visits))
-        self._is_plain = not sums and all(one.epilogue == PLAIN for one in self._steps)
+        (self._returned,) = (phase.reads for phase in self._plan.phases if isinstance(phase, Return))
         self._lie: dict[tuple[tuple[int, ...], ...], None] = {}  # strides of inputs that a call takes
         self._stamps: Stamps | None = None  # of the last call, where they are
 
-    def _pushed(self, visits: Visits) -> Pushes:
-        """What products push, if they are to: not where launches take rounds, of which peers are told one by one."""
-        if not visits.pushes or self._visiting.rounds > 1:
-            return NOTHING
-        return pushes(visits.plan, visits.parts, self._communicator.rank)
+    def _pushing(self, visits: Visits) -> Plan:
+        """The Plan whose tasks push, where there is one: peers are told of each round of a launch by itself."""
+        return visits.plan if visits.pushing is None or self._visiting.rounds > 1 else visits.pushing
 
     @property
     def is_over(self) -> bool:
@@ -123,7 +117,7 @@ class Multiplying:
             keep(self._lie, lie, None, MAX_LAYOUTS)
         first = inputs[0]
         made = [first.new_empty(*shape, dtype=dtype) for shape, dtype in self._made]  # faster than of one tuple
-        between = [first.new_empty(len(names), *shape, dtype=dtype) for names, shape, dtype in self._between]
+        between = [first.new_empty(count, *shape, dtype=dtype) for _, count, shape, dtype in self._between]
         with self._visiting.region() as region:
             self._alone(partial(self._call, region, inputs, made, between, lie))
         return made
@@ -140,14 +134,17 @@ class Multiplying:
         if self._again is None or not self._again(region, (*inputs, *made, *between), lie, make):
             self._start(region, inputs, self._places(made, between))
 
-    def _places(self, made: Sequence[torch.Tensor], between: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """By name what a call writes."""
-        places = self._cut.returned(made)
-        for (names, *_), one in zip(self._between, between, strict=True):
-            places |= zip(names, one, strict=True)
+    def _places(self, made: Sequence[torch.Tensor], between: Sequence[torch.Tensor]) -> dict[Kept, torch.Tensor]:
+        """What a call writes, but for what lands."""
+        by_name = self._cut.returned(made)
+        places = {kept: by_name[kept.name] for kept in self._returned}
+        for (lie, *_), one in zip(self._between, between, strict=True):
+            places |= {kept: one[at] for kept, at in lie.items()}
         return places
 
-    def _start(self, region: Region | None, inputs: Sequence[torch.Tensor], places: Mapping[str, torch.Tensor]) -> None:
+    def _start(
+        self, region: Region | None, inputs: Sequence[torch.Tensor], places: Mapping[Kept, torch.Tensor]
+    ) -> None:
         given, scales = self._cut.given(inputs), inputs[len(self._signature.inputs) :]
         is_aligned = self._fused is not None and all(one.data_ptr() % tensors.ALIGNMENT == 0 for one in given)
         over: Over | None = partial(self._fused.over, scales) if self._fused is not None and is_aligned else None
@@ -172,10 +169,8 @@ class Multiplying:
         return True
 
     def _function(self, scales: Sequence[torch.Tensor]) -> Function:
-        """What makes the products of a call, where that is not the kernel."""
-        if not self._is_plain:
-            return Finishing(self._steps, scales)
-        return partial(multiply, scales=scales) if scales else multiply
+        """What runs the tasks of a call, where that is not the kernel."""
+        return ByLibrary(tasks(self._plan), scales)
 
     def profile(self) -> Profile:
         """As `Bound.profile`."""
@@ -205,8 +200,7 @@ class Multiplying:
 
     def _timed(self, stamps: Stamps, function: Function) -> Function:
         """Products on the processor, by the clock of its kernels."""
-        products = [phase for phase in self._plan.phases if isinstance(phase, Visit)]
-        rooms = stamps.take(*(alone(task(one)) for one in products))
+        rooms = stamps.take(*(alone(task_of(one)) for one in tasks(self._plan)))
 
         def timed(number: int, *given: torch.Tensor, out: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
             begin = time.monotonic_ns()
@@ -250,11 +244,11 @@ class Cut:
         """By part, of which tensor it is which matrix; those that a call has for itself lie one behind another."""
 
     def operand(self, kept: Kept, given: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What a product reads: of what is given, or memory like what a call has for itself."""
+        """What a task reads or writes: of what is given, or a tensor without memory like what a call has for itself."""
         if kept.name in self._names:
             return given[self._names.index(kept.name)]
         shape, dtype = _kind(self._visited, _port(kept), given)
-        return given[0].new_empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     def given(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that a call is given, as its Plan has them: scales may follow, which it does not know."""
@@ -276,16 +270,6 @@ class Cut:
         return {part.name: cut[part.chunks[self._rank]] for part in parts}
 
 
-def _results(visits: Visits, given: Sequence[torch.Tensor]) -> set[torch.dtype]:
-    """Of what products make, and what is added to it."""
-    found = {kept for one in _products(visits) for kept in (*one.reads[one.step.sums], one.writes[0])}
-    return {tensors.dtype_of(visits.signature, _port(kept), given) for kept in found}
-
-
-def _products(visits: Visits) -> list[Visit]:
-    return [one for one in visited(visits.plan) if isinstance(one, Visit)]
-
-
 def _port(kept: Kept) -> Port:
     return Port(kept.name, 1, 0, kept.unit)
 
@@ -296,75 +280,60 @@ def _kind(signature: Signature, port: Port, given: Sequence[torch.Tensor]) -> tu
     return shape, tensors.dtype_of(signature, port, given)
 
 
-def _between(visits: Visits, given: Sequence[torch.Tensor]) -> list[tuple[tuple[str, ...], list[int], torch.dtype]]:
-    """Of what a call has for itself, and peers do not put to: parts of each buffer, and the shape and type of one."""
-    elsewhere = {kept.name for kept in landing(visits.plan)}
-    elsewhere |= {port.name for port in (*visits.signature.inputs, *visits.signature.outputs)}
-    units = {kept.name: kept.unit for kept in kept_by(visits.plan)}
+def _between(
+    visits: Visits, cut: Cut, given: Sequence[torch.Tensor]
+) -> list[tuple[dict[Kept, int], int, list[int], torch.dtype]]:
+    """Of what a call has for itself, and peers do not put to: of each copy of a buffer the parts and the place of each
+    among matrices that lie side by side, how many of these there are, and the shape and type of one.
+    """
+    elsewhere = {*landing(visits.plan)}
+    for phase in visits.plan.phases:
+        elsewhere |= {*phase.reads} if isinstance(phase, Return) else set()
+    alike: dict[tuple[str, int], dict[Kept, int]] = {}
+    for kept in kept_by(visits.plan):
+        if kept.copy and kept not in elsewhere:
+            name, at = cut.places.get(kept.name, (kept.name, 0))
+            alike.setdefault((name, kept.copy), {})[kept] = at
     found = []
-    for _, parts in groupby(visits.parts, lambda part: part.of):
-        names = tuple(part.name for part in parts)
-        if names[0] not in elsewhere:
-            found.append((names, *_kind(visits.signature, Port(names[0], 1, 0, units[names[0]]), given)))
+    for some in alike.values():
+        first, last = min(some.values()), max(some.values())
+        kind = _kind(visits.signature, Port("", next(iter(some)).blocks, 0, next(iter(some)).unit), given)
+        found.append(({kept: at - first for kept, at in some.items()}, last - first + 1, *kind))
     return found
 
 
-def multiply(
-    number: int,
-    rows: torch.Tensor,
-    factor: torch.Tensor,
-    *sums: torch.Tensor,
-    out: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-    scales: Sequence[torch.Tensor] = (),
-) -> None:
-    """rows x factor transposed, and the sums added to it in their order: in float32 or wider, rounded once. To the
-    first of two, and the rows to the second.
-    """
-    if isinstance(out, tuple):
-        out, copy = out
-        copy.copy_(rows)
-    if not sums and rows.dtype == out.dtype:
-        torch.mm(rows, factor.t(), out=out)
-        return
-    found = multiplied(rows, factor, torch.promote_types(out.dtype, torch.float32), scales)
-    for one in sums:
-        found += one
-    out.copy_(found)
+class ByLibrary:
+    """The tasks of a call by torch, on the caller's stream: each is summed in float32 or wider and rounded once."""
 
-
-class Finishing:
-    """The products of a call that have epilogues, or are added to what those before them have made: that is kept as
-    wide as it is added up, so every sum is rounded once.
-    """
-
-    def __init__(self, steps: Sequence[Yield], scales: Sequence[torch.Tensor]) -> None:
-        self._steps, self._scales = steps, scales
-        self._wide: dict[int, torch.Tensor] = {}  # what the last one has made, by where that is rounded to
+    def __init__(self, every: Sequence[Task], scales: Sequence[torch.Tensor] = ()) -> None:
+        self._tasks, self._scales = every, scales
 
     def __call__(
-        self,
-        number: int,
-        rows: torch.Tensor,
-        factor: torch.Tensor,
-        *beside: torch.Tensor,
-        out: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        self, number: int, *operands: torch.Tensor, out: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     ) -> None:
-        step = self._steps[number]
+        """`operands`: what the task reads, as `Task.operands`; `out`: its result, and the copy of its rows if any."""
+        task, given = self._tasks[number], iter(operands)
+        terms = [(next(given), next(given)) for _ in task.products]
+        added = [next(given) for _ in task.added]
+        bias, residual = (None if one is None else next(given) for one in (task.bias, task.residual))
         if isinstance(out, tuple):
             out, copy = out
-            copy.copy_(rows)
-        found = multiplied(rows, factor, torch.promote_types(out.dtype, torch.float32), self._scales)
-        ends, (sums, given) = step.epilogue, (beside[: len(beside) - len(step.epilogue.buffers)], [*beside])
-        for one in sums:
-            found += self._wide.get(one.data_ptr(), one)
-        residual = given.pop() if ends.residual is not None else None
-        if ends.bias is not None:
-            found += given.pop()
-        found = activated(found, ends.activation)
-        if residual is not None:
-            found = found + residual
+            copy.copy_(terms[0][0])
+        (rows, factor), *others = terms
+        is_plain = not (others or added or bias is not None or residual is not None or task.activation)
+        if is_plain and rows.dtype == out.dtype:
+            torch.mm(rows, factor.t(), out=out)
+            return
+        wide = torch.promote_types(out.dtype, torch.float32)
+        found = multiplied(rows, factor, wide, self._scales)
+        for one in others:
+            found += multiplied(*one, wide, self._scales)
+        if bias is not None:
+            found += bias
+        found = activated(found, task.activation)
+        for one in (*added, *(() if residual is None else (residual,))):
+            found = found + one
         out.copy_(found)
-        self._wide = {out.data_ptr(): found}
 
 
 def activated(x: torch.Tensor, activation: str | None) -> torch.Tensor:

@@ -117,7 +117,7 @@ class Visits:
     held: tuple[Held, ...]  # what each visit is handed
     parts: tuple[Part, ...]  # of the tensors of a call, where every visit is a product
     by_library: bool = False  # that the products are torch's, whatever our kernel could make
-    pushes: bool = False  # that products of our kernel put what peers get there themselves
+    pushing: Plan | None = None  # in which tasks of our kernel put what peers get there themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +195,9 @@ def _compile(definition: Definition, ranks: int, transport: Transport) -> Progra
     decl = compiler.choose_kind(files, definition.schedule, ScheduleDecl)
     checked = compiler.check_schedule(files, decl, given)
     if definition.stamped:
-        between = None if checked.visits is None else stamped(checked.visits)
+        between, pushing = (None if one is None else stamped(one) for one in (checked.visits, checked.pushing))
         plan = between if between is not None and checked.plan is checked.visits else stamped(checked.plan)
-        checked = replace(checked, plan=plan, visits=between)
+        checked = replace(checked, plan=plan, visits=between, pushing=pushing)
     made = compiler.printed(checked)
     visits = _visits(made)
     if made.plan.is_visited:
@@ -236,10 +236,8 @@ def _visits(made: CompiledSchedule) -> Visits | None:
         None,
         combines=any(one.plan.moves.has_reduction for one in launched),
     )
-    matmul = schedule.tuning.matmul
-    return Visits(
-        plan, signature, tuple(launched), held(schedule), stopped.parts, matmul == "library", matmul == "push"
-    )
+    by_library = schedule.tuning.matmul == "library"
+    return Visits(plan, signature, tuple(launched), held(schedule), stopped.parts, by_library, made.pushing)
 
 
 def _whole(schedule: Schedule, visits: Visits) -> Signature:

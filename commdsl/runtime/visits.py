@@ -19,8 +19,11 @@ import torch
 from commdsl.program.launches import Between, Launch, Return, Visit
 from commdsl.program.memory import Kept
 from commdsl.program.plan import Plan
-from commdsl.program.stamps import Layout, Task, alone, task
+from commdsl.program.stamps import Layout, alone, task_of
+from commdsl.program.stamps import Task as Stamped
+from commdsl.program.tasks import Task
 from commdsl.program.visited import ended, landing, launches, plan_of, started, turns
+from commdsl.program.visited import visits as visited
 from commdsl.runtime import tensors
 from commdsl.runtime.breaking import settle
 from commdsl.runtime.communicator import Communicator
@@ -64,10 +67,10 @@ class Visiting:
         self._workspaces = tuple({start.workspace: None for turns in starts.values() for start in turns})
         self._owner = owner
         self._awaited = frozenset(_awaited(visits.plan))
-        phases = [phase for phase in visits.plan.phases if isinstance(phase, Visit)]
-        self._writing = frozenset(phase.name for phase in phases if phase.writes)
+        phases = (*launches(visits.plan), *visited(visits.plan))
+        self._writing = frozenset(one.name for one in phases if isinstance(one, Visit | Task) and one.writes)
         names = [port.name for port in visits.signature.inputs]
-        kept = dict.fromkeys(kept for phase in visits.plan.phases for kept in _kept(phase))
+        kept = dict.fromkeys(kept for phase in phases for kept in _kept(phase))
         self._given = tuple((one, names.index(one.name)) for one in kept if not one.copy)
         self._operands = tuple(launch.operands for launch in launches(visits.plan))
         self._turns = turns(visits.plan)
@@ -124,15 +127,15 @@ class Visiting:
         functions: Mapping[str | None, Function],
         timing: Timing | None = None,
         last: int | None = None,
-        places: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        places: Mapping[Kept, torch.Tensor] = MappingProxyType({}),
         over: Over | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """As a call, in a region that the caller has. `places`: by name where what is not given lies, if not in tensors
-        of the call's own. `over`: of what stands in their place, the streams and the functions of the call.
+        """As a call, in a region that the caller has. `places`: where what is not given lies, if not in tensors of the
+        call's own. `over`: of what stands in their place, the streams and the functions of the call.
         """
         streams = self._communicator.streams()
         if timing is not None:
-            waits = [phase.after for phase in self._plan.phases if isinstance(phase, Visit)]
+            waits = [phase.after for phase in visited(self._plan) if not isinstance(phase, Return)]
             streams, functions = timing.over(streams, functions, waits)
         if region is not None:
             region.enter(streams)
@@ -155,23 +158,23 @@ class Visiting:
         self,
         streams: Streams,
         inputs: Sequence[torch.Tensor],
-        places: Mapping[str, torch.Tensor],
+        places: Mapping[Kept, torch.Tensor],
         over: Over,
         region: Region,
     ) -> None:
         """What a call on these tensors starts, on streams on which nothing runs, in a region that the caller has."""
-        assert all(kept.name in places for kept, *_ in self._own)  # there is nobody to keep what it makes itself
+        assert all(kept in places for kept, *_ in self._own)  # there is nobody to keep what it makes itself
         held = self._held(inputs, places, region)
         streams, functions = over(streams, held, region.bases)
         failure = self._run(streams, functions, held, region.bases, self._results(held, places, None))
         assert failure is None
 
     def _held(
-        self, inputs: Sequence[torch.Tensor], places: Mapping[str, torch.Tensor], region: Region | None
+        self, inputs: Sequence[torch.Tensor], places: Mapping[Kept, torch.Tensor], region: Region | None
     ) -> dict[Kept, torch.Tensor]:
         """Where all that a call has is."""
         held = {
-            kept: places[kept.name] if kept.name in places else inputs[0].new_empty(shape, dtype=dtype)
+            kept: places[kept] if kept in places else inputs[0].new_empty(shape, dtype=dtype)
             for kept, shape, dtype in self._own
         }
         return {**held, **self._landed.tensors(region, inputs[0]), **{kept: inputs[at] for kept, at in self._given}}
@@ -182,10 +185,12 @@ class Visiting:
         """
         found = zip(launches(self._plan), self._turns, strict=True) if self._starts else ()
         launched = [
-            of_launch(self._communicator, plan_of(self._plan, one.moves), self._starts[made_of(one)][turn], task(one))
+            of_launch(
+                self._communicator, plan_of(self._plan, one.moves), self._starts[made_of(one)][turn], task_of(one)
+            )
             for one, turn in found
         ]
-        return launched, [alone(Task(f"{kept.name} [copy out]", False)) for kept in self._taken]
+        return launched, [alone(Stamped(f"{kept.name} [copy out]", False)) for kept in self._taken]
 
     def region(self) -> AbstractContextManager[Region | None]:
         """Where what lands is in this call, if one can be made; None where nothing does."""
@@ -215,7 +220,7 @@ class Visiting:
                 match phase:
                     case Launch():
                         begun.append(self._launch(streams, number, phase, held, landing))
-                    case Visit():
+                    case Visit() | Task():
                         if failure is None:
                             out = phase.name in placed and bool(phase.writes)
                             failure = self._visit(number, phase, functions, held, out=out)
@@ -223,7 +228,7 @@ class Visiting:
                         self._take(streams, held, results)
                     case _:
                         assert_never(phase)
-                if isinstance(phase, Visit) and (False, number) in self._awaited:
+                if isinstance(phase, Visit | Task) and (False, number) in self._awaited:
                     streams.mark((False, number), beside=False)
         finally:
             self._end(streams, begun, over, len(begun))
@@ -231,12 +236,12 @@ class Visiting:
         return failure
 
     def _results(
-        self, held: Mapping[Kept, torch.Tensor], places: Mapping[str, torch.Tensor], last: int | None
+        self, held: Mapping[Kept, torch.Tensor], places: Mapping[Kept, torch.Tensor], last: int | None
     ) -> dict[Kept, torch.Tensor]:
         """Where what is returned is: what lands is of this call alone, the next one has it where this one had."""
         found: dict[Kept, torch.Tensor] = {}
         for kept in self._returned if last is None else self._returned[len(self._returned) - last :]:
-            place = places.get(kept.name)
+            place = places.get(kept)
             found[kept] = (
                 held[kept] if kept not in self._landed else torch.empty_like(held[kept]) if place is None else place
             )
@@ -280,7 +285,7 @@ class Visiting:
     def _visit(
         self,
         number: int,
-        phase: Visit,
+        phase: Visit | Task,
         functions: Mapping[str | None, Function],
         held: Mapping[Kept, torch.Tensor],
         *,
@@ -290,7 +295,7 @@ class Visiting:
         otherwise they would compute on what was never written, so the group is broken until all reset it.
         """
         try:
-            reads = (held[kept] for kept in phase.reads)
+            reads = (held[kept] for kept in (phase.operands if isinstance(phase, Task) else phase.reads))
             if out:
                 places = tuple(held[kept] for kept in phase.writes)
                 made = functions[phase.name](number, *reads, out=places[0] if len(places) == 1 else places)
@@ -305,7 +310,7 @@ class Visiting:
             raise
         return None
 
-    def _write(self, phase: Visit, made: Any, held: Mapping[Kept, torch.Tensor]) -> None:
+    def _write(self, phase: Visit | Task, made: Any, held: Mapping[Kept, torch.Tensor]) -> None:
         """What the function made, to where the buffer is; nothing to do where it worked in place."""
         found = made if isinstance(made, tuple | list) else (made,)
         words = f"`{phase.name}` of `{self._name}`"
@@ -332,7 +337,7 @@ class Visiting:
 
 def _kept(phase: object) -> tuple[Kept, ...]:
     match phase:
-        case Launch() | Visit():
+        case Launch() | Visit() | Task():
             return (*phase.reads, *phase.writes)
         case Return():
             return phase.reads
@@ -342,7 +347,7 @@ def _kept(phase: object) -> tuple[Kept, ...]:
 
 def _awaited(plan: Plan) -> list[tuple[bool, int]]:
     """Whether it is a launch, and its number: of all that the other stream waits for."""
-    found = [phase for phase in plan.phases if isinstance(phase, Launch | Visit | Return)]
+    found = [*launches(plan), *visited(plan)]
     waits = [(not isinstance(phase, Launch), phase.after) for phase in found]
     waits += [(False, phase.opens) for phase in found if isinstance(phase, Launch)]
     return [(of_launch, after - 1) for of_launch, after in waits if after]

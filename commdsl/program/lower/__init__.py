@@ -3,6 +3,7 @@
 Assumes the checks on the schedule have passed. Does not print text (`emit`) and does not prove the flags
 (`program.proof.synchronization` does, on the Plan it returns).
 
+    task_waits    what tasks and launches touch -> the counters that each task waits for
     homes         where the current version of every chunk lies, step by step
     rows          the statements of all phases -> operations, a row each
     placement     steps -> phases of operations on tensors and cells
@@ -41,7 +42,7 @@ from commdsl.program.lower.tables import apart, tables
 from commdsl.program.memory import Rights, Tensor, Transport
 from commdsl.program.moves import MOST_THREADS, Casts, Moves, Ops, Origin, Protocol
 from commdsl.program.plan import Plan, Role
-from commdsl.program.tasks import Tiles
+from commdsl.program.tile_tasks import Tiles
 
 # Measured on 4 H200s over ten schedules at 16 and 64 MB: fewer lanes leave links idle while a lane awaits a flag, more
 # threads a block or larger tiles gain nothing. The tuner's tables choose by size.

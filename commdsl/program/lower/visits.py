@@ -18,8 +18,9 @@ after the other, so this costs no time, and symmetric memory is that of what vis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from commdsl.ir.classes import joining, units
 from commdsl.ir.landing import landing
@@ -30,9 +31,11 @@ from commdsl.program.agree import none_heard
 from commdsl.program.launches import Launch, Return, Visit, opening, touches
 from commdsl.program.lower import SYMMETRIC_BYTES, lower_moves
 from commdsl.program.lower.segments import Part, Segment, parts
+from commdsl.program.lower.task_waits import TaskWaits
 from commdsl.program.memory import Kept, Transport
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan, Role
+from commdsl.program.tasks import Counter, Product, Task, Tasks
 from commdsl.program.touches import Touch
 
 COMBINING = Tuning(protocol="bulk", sms=16)
@@ -48,10 +51,16 @@ def lower_visits(schedule: Schedule, transport: Transport = Transport.PEER) -> P
     walk = _Walk(schedule, transport, SYMMETRIC_BYTES // max(len(contents), 1), found)
     stops = [at for at, part in enumerate(found) if isinstance(part, Yield)]
     for at, part in enumerate(found):
-        walk.visit(part) if isinstance(part, Yield) else walk.launch(part, is_alone=at > stops[-1])
+        match part:
+            case Segment():
+                walk.launch(part, is_alone=at > stops[-1])
+            case Yield(is_product=True):
+                walk.product(part)
+            case _:
+                walk.visit(part)
     walk.end()
     moves = tuple(walk.moves.values())
-    roles: tuple[Role, ...] = (Role("caller", 0, 0, 0, tuple(walk.caller)),)
+    roles: tuple[Role, ...] = (Role("caller", 0, 0, 0, tuple(_phases(walk.caller))),)
     if moves:
         lanes, sms, threads = (max(getattr(one, of) for one in moves) for of in ("lanes", "sms", "threads"))
         roles += (Role(schedule.role or "comm", lanes, sms, threads, tuple(walk.comm)),)
@@ -78,7 +87,8 @@ class _Walk:
         self.most_bytes = most_bytes  # of symmetric memory for each of the moves
         self.moves: dict[tuple[object, ...], Moves] = {}
         self.comm: list[Launch] = []
-        self.caller: list[Visit | Return] = []
+        self.caller: list[Visit | Task | Return] = []
+        self.turn = 0
         self.units = units(schedule)
         self.landing = landing(schedule) if schedule.tuning.landing == "place" else frozenset()
         self.lent = _lent(schedule, found, self.landing)
@@ -90,10 +100,10 @@ class _Walk:
         self.written: tuple[dict[Kept, int], dict[Kept, int]] = ({}, {})
         self.known = [0, 0]
         self.unread: set[Kept] = set()  # what a visit wrote, and no launch has read
-
-    @property
-    def turn(self) -> int:
-        return len(self.comm) + len(self.caller)
+        self.waits = TaskWaits()
+        self.is_open = False  # whether the last task may get another product: no launch waits for it
+        # Of the last task, counters: before it writes, before each product reads, before anything is added.
+        self.needs: tuple[tuple[Counter, ...], list[tuple[Counter, ...]], list[Counter]] = ((), [], [])
 
     def launch(self, segment: Segment, *, is_alone: bool) -> None:
         """`is_alone`: no visit computes beside it."""
@@ -114,7 +124,10 @@ class _Walk:
         opens = self._after(made, opening(made)) if made.is_split else 0
         after = self._after(made, touches(made), least) or opens
         self.comm.append(replace(made, after=after, opens=opens if made.is_split else after))
+        self.is_open &= self.known[True] < len(self.caller)
         self._note(made, written)
+        if self.schedule.has_products:
+            self.waits.launch(reads, writes, self.known[True])
 
     def visit(self, step: Yield) -> None:
         names = [buffer.name for buffer in self.schedule.buffers]
@@ -123,6 +136,44 @@ class _Walk:
         made = Visit(step.name, reads, writes, self.turn, 0, step)
         self.caller.append(replace(made, after=self._after(made, touches(made))))
         self._note(made, [names[one] for one in step.writes])
+
+    def product(self, step: Yield) -> None:
+        """A term of the last task where it is added to what that makes, else a task of its own."""
+        names = [buffer.name for buffer in self.schedule.buffers]
+        reads = tuple(self.at[names[one]] for one in step.reads)
+        writes = tuple(self._result(names[one], step, reads) for one in step.writes)
+        made = Product(reads, writes, self.turn, step, ())
+        operands = (*reads[:2], *filter(None, (made.operand(step.epilogue.bias),)))
+        last = self.caller[-1] if self.is_open else None
+        if isinstance(last, Task) and last.writes == writes and writes[0] in reads[step.sums]:
+            task, number = replace(last, products=(*last.products, made)), len(self.caller) - 1
+            self.caller.pop()
+        else:
+            task, number = Task((made,)), len(self.caller)
+            self.needs = self.waits.touched((), writes), [], []
+        residual = filter(None, (made.operand(step.epilogue.residual),))
+        added = (*(kept for kept in made.sums if kept != writes[0] or len(task.products) == 1), *residual)
+        self.needs[1].append(self.waits.touched(operands))
+        self.needs[2].extend(self.waits.touched(added))
+        task = self._with_waits(task, number)
+        self.caller.append(task)
+        self.waits.task(number, (*operands, *added), writes, task.counters)
+        self.known[False] = max(self.known[False], task.after)
+        self.is_open = True
+        self._note(made, [names[one] for one in step.writes])
+
+    def _with_waits(self, task: Task, number: int) -> Task:
+        """The task with all waits, which are those of every product: what is written waits where something is added."""
+        result, operands, added = self.needs
+        is_added = bool(task.added or task.residual)
+        first = (*operands[0], *(() if is_added else result))
+        products = [
+            replace(product, waits=self.waits.needed(number, first if at == 0 else operands[at]))
+            for at, product in enumerate(task.products)
+        ]
+        known = self.waits.behind(*products[0].waits)
+        waits = self.waits.needed(number, (*result, *added), known) if is_added else ()
+        return replace(task, products=tuple(products), waits=waits)
 
     def end(self) -> None:
         results = (b.name for b in self.schedule.buffers if b.kind in RETURNED)
@@ -143,6 +194,15 @@ class _Walk:
         """Where the caller's function writes what it did not read: as before, until a launch has read that."""
         here = self.at.get(name)
         return here if here is not None and here in self.unread else self._other(name)
+
+    def _result(self, name: str, step: Yield, reads: Sequence[Kept]) -> Kept:
+        """Where a product writes: where that lies to which it is added, tile by tile, but not where it reads rows."""
+        here = self.at.get(name)
+        if here is not None and here not in reads[:2] and here in reads[step.sums]:
+            return self._own(name)
+        if here is not None and (here in reads or self.waits.is_read(here)):
+            return self._other(name)
+        return self._anew(name)
 
     def _own(self, name: str) -> Kept:
         """Where the caller's function writes what it has read: in place, but for what is the caller's own."""
@@ -177,7 +237,8 @@ class _Walk:
         self.known[launches] = needed
         return needed
 
-    def _note(self, phase: Launch | Visit, written: Sequence[str]) -> None:
+    def _note(self, phase: Launch | Visit | Product, written: Sequence[str]) -> None:
+        self.turn += 1
         launches = isinstance(phase, Launch)
         number = len(self.comm) if launches else len(self.caller)
         for touch in touches(phase):
@@ -185,6 +246,15 @@ class _Walk:
             (self.written if touch.writes else self.read)[launches][touch.memory] = number
         self.unread = self.unread.difference(phase.reads, phase.writes) if launches else self.unread | {*phase.writes}
         self.at |= zip(written, phase.writes, strict=True)
+
+
+def _phases(caller: Sequence[Visit | Task | Return]) -> Iterator[Visit | Tasks | Return]:
+    """Tasks with no visit between them are of one kernel."""
+    for is_task, some in groupby(caller, lambda one: isinstance(one, Task)):
+        if is_task:
+            yield Tasks(tuple(one for one in some if isinstance(one, Task)))
+        else:
+            yield from (one for one in some if not isinstance(one, Task))
 
 
 def _lent(schedule: Schedule, found: Sequence[Part], landing: frozenset[str]) -> dict[str, str]:

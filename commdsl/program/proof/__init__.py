@@ -15,7 +15,8 @@ packets       the laws of flags that travel in the data
 synchronization   the laws of Moves: every hazard is ordered, no rank waits for ever, no flag is idle
 events        phases that are proved by region -> the steps of a call, and their Timeline
 regions       the same three laws of these
-visits        launches and visits beside them: their order, and what each is handed
+hosted        the order of launches, visits and tasks of a call
+visits        the data that visits and tasks are handed, and a call returns
 agreement     what ranks tell each other of their calls
 memory        the symmetric memory is there, and used
 messages, region_messages   what was found -> diagnostics

@@ -25,6 +25,7 @@ from commdsl.program.proof.flags import signal_owners
 from commdsl.program.proof.hazards import Accesses, Reads, place_name, places_per_rank, touched
 from commdsl.program.proof.order import Hazards, Longs
 from commdsl.program.proof.timeline import Timeline
+from commdsl.program.tasks import Product
 
 HELP = "the compiler derives flags and barriers, so this is its fault: report it with this file"
 HELP_TABLES = "the compiler makes the tables, so this is its fault: report it with this file"
@@ -356,12 +357,12 @@ def other_unit(schedule: Schedule, name: str) -> Diagnostic:
     return Diagnostic("C210", what, Label(schedule.span, "than the schedule says"), help=HELP_TABLES)
 
 
-def other_visit(schedule: Schedule, phase: Visit | Return) -> Diagnostic:
+def other_visit(schedule: Schedule, phase: Visit | Product | Return) -> Diagnostic:
     """C210, before any data."""
     what = "returns other buffers, or too soon" if isinstance(phase, Return) else "hands over other buffers"
     return Diagnostic(
         "C210",
         f"the visits of the Plan of `{schedule.name}` are not the yields of the schedule",
-        Label(phase.step.span if isinstance(phase, Visit) else schedule.span, f"the Plan {what}"),
+        Label(schedule.span if isinstance(phase, Return) else phase.step.span, f"the Plan {what}"),
         help=HELP_TABLES,
     )

@@ -1,12 +1,7 @@
-"""Turns a Plan with visits into what is wrong with it: an order of launches and visits, or data, that no one meant.
+"""C210: a Plan with visits hands over, and returns, the data that its schedule does.
 
 Assumes a Plan that `verify` passed, and launches that are proved each by itself. Does not know how the Plan
 was made: it sees phases, copies and tables only.
-
-Order (C640 to C642): a rank has two threads, its caller's stream and the one beside it for launches. Buffers belong to
-the rank; what peers put there lies within the launch of the rank that has it so (C212, of each launch). So no hazard is
-between two ranks, and one rank stands for all. Before a call the caller may have written to
-all it gives, behind it to all it gave and got. What SMs copy within a GPU may wait for visits that it does not touch.
 
 Data (C210): what every copy holds on every rank is followed through the tables of the launches, in the order of their
 turns, beside the steps of the schedule. Every visit is handed what the schedule hands over there (of buffers that
@@ -24,62 +19,16 @@ from commdsl.ir.classes import Unit, units
 from commdsl.ir.held import handed
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Diagnostic
-from commdsl.program.launches import Between, Launch, Return, Visit, opening, touches
+from commdsl.program.launches import Launch, Return, Visit
 from commdsl.program.memory import Kept, Rights
-from commdsl.program.phases import Actor, Ranks
 from commdsl.program.plan import Plan
 from commdsl.program.proof import messages
 from commdsl.program.proof.computes import follow
-from commdsl.program.proof.events import Step, Wait, events
 from commdsl.program.proof.meaning import returned, start, states
-from commdsl.program.proof.regions import prove
 from commdsl.program.proof.rounds import Round
 from commdsl.program.proof.values import STALE, UNWRITTEN, Values, computed
-from commdsl.program.touches import Touch
+from commdsl.program.tasks import Product, Task
 from commdsl.program.visited import kept_by, launches, segments, visits
-
-COMM = 1
-"""Lanes of a rank, for the proof: all of a launch are one thread."""
-
-
-def order_of_visits(plan: Plan) -> Iterator[Diagnostic]:
-    """The first access that comes in no order, or the first wait without need."""
-    yield from prove(events(steps(plan), 1, COMM), plan.span)
-
-
-def steps(plan: Plan) -> tuple[Step, ...]:
-    """A call of one rank: what its caller had written before, then all phases by their turns. Where a launch opens
-    before it goes on, peers may write from there.
-    """
-    phases: list[tuple[int, Between]] = [*enumerate(launches(plan)), *enumerate(visits(plan))]
-    phases.sort(key=lambda phase: phase[1].turn)
-    every = dict.fromkeys(touch.memory for _, phase in phases for touch in touches(phase))
-    before = tuple(Touch(memory, Ranks.OWN, True, -1) for memory in every)
-    made = (step for phase in phases for step in _steps(*phase))
-    return Step("prepare", Actor.CALLER, before, tells=Ranks.OWN, given=True), *made
-
-
-def _steps(number: int, phase: Between) -> Iterator[Step]:
-    if not isinstance(phase, Launch):
-        wait = Wait(f"launch {phase.after - 1}", Actor.LANES, Ranks.OWN) if phase.after else None
-        yield Step(f"visit {number}", Actor.CALLER, touches(phase), wait, Ranks.OWN, given=number == phase.after == 0)
-        return
-    if phase.opens < phase.after:
-        wait, is_first = _of_launch(number, phase.opens)
-        yield Step(f"opening {number}", Actor.LANES, opening(phase), wait, Ranks.OWN, given=is_first)
-    wait, is_first = _of_launch(number, phase.after)
-    waits_for_sms = phase.moves.is_within  # whatever it touches
-    yield Step(f"launch {number}", Actor.LANES, touches(phase), wait, Ranks.OWN, given=waits_for_sms or is_first)
-
-
-def _of_launch(number: int, after: int) -> tuple[Wait | None, bool]:
-    """What it waits for, so many phases of the caller's; and whether that is where the stream beside begins."""
-    if number == after == 0:
-        return Wait("prepare", Actor.CALLER, Ranks.OWN), True
-    return (Wait(f"visit {after - 1}", Actor.CALLER, Ranks.OWN) if after else None), False
-
-
-# --- data -------------------------------------------------------------------------------------------------------------
 
 
 def visits_compute(schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
@@ -97,13 +46,14 @@ def visits_compute(schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
         yield messages.other_unit(schedule, wrong_unit)
         return
     schedule_states, everything = states(schedule, meant), handed(schedule)
-    for phase in sorted((*launches(plan), *visits(plan)), key=lambda phase: phase.turn):
+    for phase in sorted(_phases(plan), key=lambda phase: phase.turn):
         match phase:
             case Launch():
                 _launch(phase, rounds[phase.moves], held)
-            case Visit(step=stop):
+            case Visit(step=stop) | Product(step=stop):
                 number, step = next(schedule_states, (-1, None))
-                if step is None or step != stop or (phase.name, len(phase.reads)) != (step.name, len(step.reads)):
+                name = phase.name if isinstance(phase, Visit) else stop.name
+                if step is None or step != stop or (name, len(phase.reads)) != (step.name, len(step.reads)):
                     yield messages.other_visit(schedule, phase)
                     return
                 visiting = schedule.visiting(step)
@@ -119,6 +69,16 @@ def visits_compute(schedule: Schedule, plan: Plan) -> Iterator[Diagnostic]:
                     held[kept] = computed(schedule, number, written).reshape(schedule.num_ranks, -1)
             case Return():
                 yield from _returned(schedule, phase, held, meant, unvisited=next(schedule_states, None) is not None)
+
+
+def _phases(plan: Plan) -> Iterator[Launch | Visit | Product | Return]:
+    """In no order, and of a task each product."""
+    yield from launches(plan)
+    for phase in visits(plan):
+        if isinstance(phase, Task):
+            yield from phase.products
+        else:
+            yield phase
 
 
 def _other_unit(plan: Plan, known: dict[str, Unit | None]) -> str | None:

@@ -9,11 +9,12 @@
 // both. What is added to a tile comes behind its last stage, a line of 64 rows of each multiplier a fill, so it is there when the
 // products are. Of the widest tiles a multiplier keeps what it has made, rounded, and stores it while it multiplies for the next.
 //
-// What is made may be several products by blocks of one factor, *turns*: rows from here or there, to here or there, that may have to wait for
-// what moves beside, and that others may wait for. A turn's words say so: a launch beside is over, so many tiles of a turn are stored. Or a
-// turn is a sum of products, *sources*: the depth of its tiles is that of one behind that of the other, and each is waited for by itself.
+// A launch makes several *tasks*: matrices from here or there, of sizes of their own, to here or there. What a task waits for is in its
+// table: words of the call, each with a number that it has to come to. Launches beside raise such words, and tasks do, by the tiles that
+// they have stored. A task may be a sum of products, *sources*: the depth of its tiles is that of one behind that of the other, and each
+// is waited for by itself.
 //
-// What a turn makes may go to peers, too, or to them alone: it is stored there by TMA as it is here, and counted when all of it has come.
+// What a task makes may go to peers, too, or to them alone: it is stored there by TMA as it is here, and counted when all of it has come.
 //
 // Who has a tile of the first column may copy its rows, too, from the stages in which they are: each multiplier its own, by TMA, and it
 // releases a stage when that has been read.
@@ -46,12 +47,12 @@ COMMDSL_FN u64 operand(u32 at) {
 template <bool deep>
 constexpr u64 kNextPart = deep ? kPart / 16 : 2 * 1024 / 16;  // from what one instruction multiplies to the next
 
-// The matrix that a tile's rows are copied to, -1 for none, and where in it.
+// Where a tile's rows are copied to, kNowhere for none, and where in that matrix.
 template <bool copies>
 struct Copied {};
 template <>
 struct Copied<true> {
-  i32 copied_at = -1;
+  MatmulPlace copied_to = {kNowhere, 0};
   u32 copied_row, copied_depth;
 };
 
@@ -84,11 +85,11 @@ struct Multiplier : Storer<Shape>, Copied<Shape::kCopies> {
   u32 pieces = 0;
 
   COMMDSL_FN void make(const Piece& piece, u64 interval) {
-    const MatmulTurn turn = this->turn(piece.turn);
+    const MatmulTask task = this->task(piece.turn);  // read before the product, not behind it
     Stamps stamps(this->args, interval, 0, threadIdx.x == kWarpgroup);  // of one of two that work side by side
     stamps.begin();
     if constexpr (Shape::kCopies) {
-      this->copied_at = thread == copier() && piece.column == 0 ? turn.copied_at : -1;
+      this->copied_to = thread == copier() && piece.column == 0 ? task.copy : MatmulPlace{kNowhere, 0};
       this->copied_row = this->row(piece) + number * Shape::kHigh * 64, this->copied_depth = this->first(piece) * Shape::kDepth;
     }
     multiply(this->last(piece) - this->first(piece), stamps);
@@ -99,7 +100,7 @@ struct Multiplier : Storer<Shape>, Copied<Shape::kCopies> {
       for (i32 part = 0; part < piece.parts; ++part) this->add(piece.slot + part);
       stamps.end();
       stamps.begin();
-      this->store(piece.turn, turn, this->row(piece) + number * Shape::kHigh * 64, this->stored_column(piece), stamps);
+      this->store(task, this->row(piece) + number * Shape::kHigh * 64, this->stored_column(piece), stamps);
     }
     stamps.end();
   }
@@ -189,11 +190,11 @@ struct Multiplier : Storer<Shape>, Copied<Shape::kCopies> {
 
   // Of the thread's own bulk stores these are the last.
   COMMDSL_FN void copy(u32 stage) {
-    if (this->copied_at < 0) return;
+    if (this->copied_to.map == kNowhere) return;
 #pragma unroll
     for (u32 high = 0; high < Shape::kHigh; ++high) {
       const u32 from = stage + (number * Shape::kHigh + high) * kPanelBytes;
-      tensor_store(this->args.copied, this->copied_depth, this->copied_row + high * 64, this->copied_at, from);
+      tensor_store(this->args.maps[this->copied_to.map], this->copied_depth, this->copied_row + high * 64, this->copied_to.at, from);
     }
     commit_group();
     this->copied_depth += Shape::kDepth;
@@ -202,7 +203,7 @@ struct Multiplier : Storer<Shape>, Copied<Shape::kCopies> {
   // Those of all stages that were begun, but so many.
   template <u32 left>
   COMMDSL_FN void await_copies() const {
-    if (this->copied_at >= 0) await_reads<left>();
+    if (this->copied_to.map != kNowhere) await_reads<left>();
   }
 };
 

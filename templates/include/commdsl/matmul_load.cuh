@@ -36,7 +36,7 @@ struct Loader : Worker<Shape> {
   u32 number = 0;   // that was taken last
   Taken next;       // and what it is
   u32 pieces = 0;
-  i32 known = -1;   // launches are over in their order
+  u32 known = 0;  // by where they begin, the waits that are over
 
   // One block of a worker takes for all of them.
   COMMDSL_FN static bool leads() { return Shape::kBlocks == 1 || block_of_cluster() == 0; }
@@ -69,31 +69,35 @@ struct Loader : Worker<Shape> {
   }
 
   COMMDSL_FN void load(const Piece& piece, bool is_last) {
-    MatmulTurn turn = this->turn(piece.turn);
-    if constexpr (Shape::kBias || Shape::kResidual) turn.count %= kBiasRow;
-    const u32 first = this->first(piece), last = this->last(piece), late = last - least(Shape::kStages, last - first);
-    u32 number = turn.source + first / this->args.steps, depth = first % this->args.steps;
+    const MatmulTask& task = this->task(piece.turn);
+    const u32 first = this->first(piece), last = this->last(piece), late = last - least(Shape::kStages, last - first), steps = task.steps;
+    u32 number = task.source + first / steps, depth = first % steps;
     MatmulSource source = this->source(number);
-    await_launch(source.there);
+    await(source.wait, source.waits);
     for (u32 step = first; step < last; ++step, ++depth) {
       if (is_last && step == late) take();
-      if (depth == this->args.steps) {
+      if (depth == steps) {
         depth = 0;
         source = this->source(++number);
-        await_launch(source.there);
+        await(source.wait, source.waits);
       }
-      load(piece, source, depth * Shape::kDepth);
+      load(piece, source, depth * Shape::kDepth, task.columns);
     }
     if (is_last) look();
     if constexpr (Shape::kSplit > 1) await_phase(this->shared.taken(), pieces++ % 2);
-    if (Shape::kAdds && piece.parts >= 0 && turn.count > 0) load_sums(piece, turn);
+    if (Shape::kAdds && piece.parts >= 0 && task.count > 0) load_sums(piece, task);
   }
 
-  COMMDSL_FN void await_launch(i32 launch) {
-    if (launch <= known) return;
-    await_word(this->word(launch), 1, this->args.timeout_ns);
-    fence_proxies_of_global();  // what it brought is read by TMA
-    known = launch;
+  // The words of a source, or of what is added: what they tell of is read by TMA. They come once a call, so the first ones of the table
+  // are not asked for again.
+  COMMDSL_FN void await(u32 first, u32 count) {
+    if (count == 0 || (first < 32 && (known >> first & 1) != 0)) return;
+    for (u32 at = first; at < first + count; ++at) {
+      const MatmulWait wait = reinterpret_cast<const MatmulWait*>(this->args.waits)[at];
+      await_word(this->word(wait.word), wait.level, this->args.timeout_ns);
+    }
+    fence_proxies_of_global();
+    if (first < 32) known |= 1u << first;
   }
 
   // The next stage, when it is empty.
@@ -103,22 +107,18 @@ struct Loader : Worker<Shape> {
     return this->next_stage();
   }
 
-  COMMDSL_FN void load_sums(const Piece& piece, const MatmulTurn& turn) {
-    await_launch(turn.sums_there);
-    for (u32 column = 0; column < Shape::kStored; column += Shape::kOutElements) {
+  COMMDSL_FN void load_sums(const Piece& piece, const MatmulTask& task) {
+    await(task.wait, task.waits);
+    const u32 stored = Shape::kMixed && this->is_gated(piece.turn) ? Shape::kHalf : Shape::kStored;
+    for (u32 column = 0; column < stored; column += Shape::kOutElements) {
       for (u32 high = 0; high < Shape::kHigh; ++high) {
-        for (u32 at = turn.first; at < turn.first + sums(turn); ++at) {
-          load_sum(this->args.sums, this->stored_column(piece) + Shape::panel_column(column), this->row(piece) + high * 64, at);
+        for (u32 at = task.added; at < u32{task.added} + task.count; ++at) {
+          const MatmulPlace place = this->place(at);
+          load_sum(this->args.maps[place.map], this->stored_column(piece) + Shape::panel_column(column), this->row(piece) + high * 64, place.at);
         }
-#ifdef COMMDSL_RESIDUAL
-        if (sums(turn) == turn.count) continue;
-        load_sum(this->args.residual, this->stored_column(piece) + Shape::panel_column(column), this->row(piece) + high * 64, turn.result_at);
-#endif
       }
     }
   }
-
-  COMMDSL_FN static u16 sums(const MatmulTurn& turn) { return Shape::kResidual ? turn.count % kHasResidual : turn.count; }
 
   COMMDSL_FN void load_sum(const TensorMap& map, u32 column, u32 row, u32 matrix) {
     const u32 stage = begin_fill(kMultipliers * 64 * Shape::kOutLine);
@@ -128,22 +128,25 @@ struct Loader : Worker<Shape> {
     }
   }
 
-  COMMDSL_FN void load(const Piece& piece, const MatmulSource& source, u32 depth) {
+  COMMDSL_FN void load(const Piece& piece, const MatmulSource& source, u32 depth, u32 columns) {
     const u32 number = begin_fill(Shape::kStageBytes), stage = this->shared.stage(number), mark = this->shared.full(number);
-    load_panels<Shape::kADeep, Shape::kRows, 1>(stage, this->args.a[source.rows], this->row(piece), depth, source.rows_at, mark);
-    if constexpr (Shape::kCluster == 1) {
-      load_half(piece, source, 0, stage, depth, mark);
-      load_half(piece, source, 1, stage, depth, mark);
+    load_panels<Shape::kADeep, Shape::kRows, 1>(stage, this->template map<Shape::kRowsMap>(source.rows.map), this->row(piece), depth, source.rows.at, mark);
+    if constexpr (Shape::kWholeFactor) {
+      const TensorMap& factor = this->template map<Shape::kFactorMap>(source.factor.map);
+      tensor_load<1>(stage + Shape::kABytes, factor, depth, this->column(piece), source.factor.at, mark);
+    } else if constexpr (Shape::kCluster == 1) {
+      load_half(piece, source, 0, stage, depth, mark, columns);
+      load_half(piece, source, 1, stage, depth, mark, columns);
     } else {
-      load_half(piece, source, block_of_cluster(), stage, depth, mark);
+      load_half(piece, source, block_of_cluster(), stage, depth, mark, columns);
     }
   }
 
   // Gated, the second half has the columns that are multiplied with what the activation makes of the first.
-  COMMDSL_FN void load_half(const Piece& piece, const MatmulSource& source, u32 half, u32 stage, u32 depth, u32 mark) {
-    const u32 column = this->column(piece) + half * (Shape::kGated ? this->args.columns : Shape::kHalf);
+  COMMDSL_FN void load_half(const Piece& piece, const MatmulSource& source, u32 half, u32 stage, u32 depth, u32 mark, u32 columns) {
+    const u32 column = this->column(piece) + half * (this->is_gated(piece.turn) ? columns : Shape::kHalf);
     const u32 to = stage + Shape::kABytes + half * Shape::kHalf * kLine;
-    load_panels<Shape::kBDeep, Shape::kHalf, Shape::kCluster>(to, this->args.b, column, depth, source.factor_at, mark);
+    load_panels<Shape::kBDeep, Shape::kHalf, Shape::kCluster>(to, this->template map<Shape::kFactorMap>(source.factor.map), column, depth, source.factor.at, mark);
   }
 
   // A line has 64 elements of one row, `deep`, or of 64 rows at one depth, and then a panel has 64 depths of them.

@@ -8,19 +8,18 @@
 
 namespace commdsl {
 
-// What a multiplier knows of where a turn's result goes besides, and which peers are ready.
+// What a multiplier knows of where a task's result goes besides, and which peers are ready.
 template <bool pushes>
 struct Pushing {};
-#ifdef COMMDSL_PUSHED
 template <>
 struct Pushing<true> {
-  MatmulPush pushing;
-  i32 ready = -1;  // words say so in the order of turns; kNever: one was waited for in vain
+  u16 push, pushes;
+  i16 pushes_when;
+  i32 ready = -1;  // the word that said so last; kNever: one was waited for in vain
   static constexpr i32 kNever = 0x7fffffff;
 };
-#endif
 
-// The bias of a tile's turn; 0: it has none.
+// The bias of a tile's task; 0: it has none.
 template <bool has>
 struct Biased {};
 template <>
@@ -28,16 +27,24 @@ struct Biased<true> {
   u64 bias = 0;
 };
 
+// What is made of the sums of a tile's task, where tasks differ.
+template <bool is_mixed>
+struct Activated {};
+template <>
+struct Activated<true> {
+  u16 activation = 0;
+};
+
 template <class Shape>
-struct Storer : TileSums<Shape>, Pushing<Shape::kPushes>, Biased<Shape::kBias> {
+struct Storer : TileSums<Shape>, Pushing<Shape::kPushes>, Biased<Shape::kBias>, Activated<Shape::kMixed> {
   using Result = typename Shape::Result;
   using TileSums<Shape>::number, TileSums<Shape>::thread, TileSums<Shape>::sum, TileSums<Shape>::meet, TileSums<Shape>::release;
   u32 stores = 0, tiles = 0;  // `tiles`: made, and not told of
   float scale = 1;
   // What is made of a tile, of which so many panels are not stored yet, and where it goes. `ends`: nothing comes behind, so it is stored
   // at once.
-  u32 held[Shape::kHeld][Shape::kWords], unstored = 0, to_row, to_column;
-  u16 to, to_matrix;
+  u32 held[Shape::kHeld][Shape::kWords], unstored = 0, made = Shape::kMade, to_row, to_column, columns;
+  MatmulPlace to;
   bool ends = false;
 
   using TileSums<Shape>::TileSums;
@@ -47,7 +54,7 @@ struct Storer : TileSums<Shape>, Pushing<Shape::kPushes>, Biased<Shape::kBias> {
   // What moves beside is told once a turn, as it takes a while until stores are there.
   COMMDSL_FN void tell(u32 number) {
     while (unstored > 0) store_next();
-    const i32 stored = this->turn(number).stored;
+    const i32 stored = this->task(number).stored;
     if (thread == 0 && tiles > 0 && stored >= 0) {
       await_writes();
       fence_proxies_of_global();
@@ -56,21 +63,23 @@ struct Storer : TileSums<Shape>, Pushing<Shape::kPushes>, Biased<Shape::kBias> {
     tiles = 0;
   }
 
-  COMMDSL_FN void store(u32 number, const MatmulTurn& turn, u32 row, u32 column, Stamps& stamps) {
-#ifdef COMMDSL_PUSHED
-    this->pushing = reinterpret_cast<const MatmulPush*>(this->args.pushes)[number];
-#endif
-    u32 matrices = turn.count;  // that are added
-    if constexpr (Shape::kBias) this->bias = bias_row(turn.count / kBiasRow), matrices %= kBiasRow;
-    if constexpr (Shape::kResidual) matrices = matrices % kHasResidual + matrices / kHasResidual % 2;
-    to = turn.result, to_matrix = turn.result_at, to_row = row, to_column = column;
+  COMMDSL_FN void store(const MatmulTask& task, u32 row, u32 column, Stamps& stamps) {
+    if constexpr (Shape::kPushes) this->push = task.push, this->pushes = task.pushes, this->pushes_when = task.ready;
+    if constexpr (Shape::kBias) this->bias = bias_row(task);
+    if constexpr (Shape::kMixed) {
+      this->activation = task.activation;
+      made = Shape::kMade / (task.activation == kSwiglu ? 2 : 1);
+    }
+    const u32 matrices = task.count;  // that are added
+    columns = task.columns, to = task.result, to_row = row, to_column = column;
 #pragma unroll
     for (u32 panel = 0; panel < Shape::kMade; ++panel) {
+      if (Shape::kMixed && panel >= made) break;
       make_panel(held[panel % Shape::kHeld], panel, matrices, stamps);
       if (!Shape::kStoresLate || ends) store_panel(panel, held[panel % Shape::kHeld]);
     }
     if (Shape::kStoresLate && !ends) {
-      unstored = Shape::kMade;
+      unstored = made;
       meet();  // all have read what was taken
     }
     ++tiles;
@@ -78,7 +87,7 @@ struct Storer : TileSums<Shape>, Pushing<Shape::kPushes>, Biased<Shape::kBias> {
 
   // The next panel comes to the place of the one that is stored: registers have no index.
   COMMDSL_FN void store_next() {
-    store_panel(Shape::kHeld - unstored, held[0]);
+    store_panel((Shape::kMixed ? made : Shape::kHeld) - unstored, held[0]);
     --unstored;
 #pragma unroll
     for (u32 i = Shape::kWords; i < Shape::kHeld * Shape::kWords; ++i) {
@@ -129,39 +138,45 @@ struct Storer : TileSums<Shape>, Pushing<Shape::kPushes>, Biased<Shape::kBias> {
     fence_proxies_of_shared();
     meet();
     if (thread == 0) {
-      if (!Shape::kPushes || to != kElsewhere) {
-        tensor_store(this->args.c[to], to_column + first_of(panel), to_row + panel % Shape::kHigh * 64, to_matrix, from);
+      if (!Shape::kPushes || to.map != kNowhere) {
+        tensor_store(this->template map<Shape::kResultMap>(to.map), to_column + first_of(panel), to_row + panel % Shape::kHigh * 64, to.at, from);
       }
-      if constexpr (Shape::kPushes) this->push(to_column + first_of(panel), to_row + panel % Shape::kHigh * 64, from);
+      if constexpr (Shape::kPushes) store_to_peers(to_column + first_of(panel), to_row + panel % Shape::kHigh * 64, from);
       commit_group();
     }
   }
 
-#ifdef COMMDSL_PUSHED
-  // To peers, when they are ready. Nothing more where one of them did not come in time: it may be reading there what came before.
-  COMMDSL_FN void push(u32 column, u32 row, u32 from) {
-    const MatmulPush& push = this->pushing;
-    if (push.there > this->ready) {
-      const u64 found = await_word(this->word(push.there), kThere, this->args.timeout_ns);
+  // When they are ready. Nothing more where one of them did not come in time: it may be reading there what came before.
+  COMMDSL_FN void store_to_peers(u32 column, u32 row, u32 from) {
+    if (this->pushes_when >= 0 && this->pushes_when != this->ready && this->ready != this->kNever) {
+      const u64 found = await_word(this->word(this->pushes_when), kThere, this->args.timeout_ns);
       fence_proxies_of_global();
-      this->ready = found == kInVain ? this->kNever : push.there;
+      this->ready = found == kInVain ? this->kNever : this->pushes_when;
     }
     if (this->ready == this->kNever) return;
-    for (u32 at = push.first; at < u32{push.first} + push.count; ++at) tensor_store(this->args.pushed[at], column, row, push.at, from);
+    for (u32 at = this->push; at < u32{this->push} + this->pushes; ++at) {
+      const MatmulPlace place = this->place(at);
+      tensor_store(this->args.maps[place.map], column, row, place.at, from);
+    }
   }
-#endif
+
+  COMMDSL_FN bool is(u16 wanted, bool always) const {
+    if constexpr (Shape::kMixed) return this->activation == wanted;
+    return always;
+  }
 
   COMMDSL_FN void activate(const float (&sum)[Shape::kSums], u32 i, u32 column, float* value) const {
     const u32 c = column + own_column(i);
     value[0] = sum[i] * scale, value[1] = sum[i + 1] * scale;
-    const bool inside = c < this->args.columns;
+    const bool inside = c < columns;
     if constexpr (Shape::kBias) add_bias(value, c, inside);
-    if constexpr (Shape::kGated) {
-      float up[2] = {sum[i + Shape::kSums / 2] * scale, sum[i + Shape::kSums / 2 + 1] * scale};
-      if constexpr (Shape::kBias) add_bias(up, this->args.columns + c, inside);
+    if ((Shape::kGated || Shape::kMixed) && i + Shape::kSums / 2 < Shape::kSums && is(kSwiglu, true)) {
+      const u32 second = (i + Shape::kSums / 2) % Shape::kSums;
+      float up[2] = {sum[second] * scale, sum[second + 1] * scale};
+      if constexpr (Shape::kBias) add_bias(up, columns + c, inside);
       for (u32 e = 0; e < 2; ++e) value[e] = value[e] / (1.0f + expf(-value[e])) * up[e];
     }
-    if constexpr (Shape::kGelu) {
+    if ((Shape::kGelu || Shape::kMixed) && is(kGelu, true)) {
       for (u32 e = 0; e < 2; ++e) value[e] = 0.5f * value[e] * (1.0f + erff(value[e] * 0.70710678f));
     }
   }
@@ -173,8 +188,10 @@ struct Storer : TileSums<Shape>, Pushing<Shape::kPushes>, Biased<Shape::kBias> {
     add_pair(value, word);
   }
 
-  // Counted from 1; 0: none.
-  COMMDSL_FN u64 bias_row(u32 row) const { return row == 0 ? 0 : this->args.bias + u64{row - 1} * this->args.columns * (Shape::kGated ? 4 : 2); }
+  COMMDSL_FN u64 bias_row(const MatmulTask& task) const {
+    const bool is_gated = Shape::kMixed ? task.activation == kSwiglu : Shape::kGated;
+    return task.bias == kNowhere ? 0 : this->args.bias[task.bias] + u64{task.bias_row} * task.columns * (is_gated ? 4 : 2);
+  }
 
   template <u32 sums>
   COMMDSL_FN void add_sums(u32 matrices, float (&value)[sums], Stamps& stamps) {

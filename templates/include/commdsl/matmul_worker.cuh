@@ -52,51 +52,47 @@ struct alignas(16) Taken {
   COMMDSL_FN bool is_end() const { return piece[0].turn == 0xffff; }
 };
 
-// Matrix `rows_at` of those at `rows`, times matrix `factor_at`. The word to wait for before rows are read; -1: none.
-struct alignas(8) MatmulSource {
-  u16 rows, rows_at, factor_at;
-  i16 there;
+// Matrix `at` of those that a map describes.
+constexpr u16 kNowhere = 0xffff;
+struct MatmulPlace {
+  u16 map, at;
 };
 
-// Those from `source` on, to matrix `result_at` of those at `result`, kElsewhere: to no place here; `count` matrices from `first` on are added. The words to wait for
-// before anything is added, and to count stored tiles in, and the matrix that the rows are copied to; -1: none.
-// Where any turn has a bias or a residual, `count` says more of each: kHasResidual, and in steps of kBiasRow which row, counted from 1.
-constexpr u16 kElsewhere = 0xffff, kHasResidual = 0x80, kBiasRow = 0x100;
-struct alignas(16) MatmulTurn {
-  u16 source, result, result_at, first, count;
-  i16 sums_there, stored, copied_at;
+// The word of the call that is awaited, and the number that it has to come to.
+struct alignas(8) MatmulWait {
+  u32 word, level;
 };
 
-#ifdef COMMDSL_PUSHED
-// Where else a turn's result goes: matrix `at` of those at `count` places from `first` on, which are peers', when the word `there` says
-// that they may be written; -1: they may.
-struct alignas(8) MatmulPush {
-  u16 first, count, at;
-  i16 there;
+// Rows times a factor, once `waits` words from `wait` on have come.
+struct alignas(16) MatmulSource {
+  MatmulPlace rows, factor;
+  u16 wait, waits, unused[2];
 };
-#endif
+
+// The sum of products of the sources from `source` on, of `steps` stages each, to `result`. `count` matrices from place `added` on are
+// added, once `waits` words from `wait` on have come. Stored tiles are counted in the word `stored`; -1: nobody waits for them. They
+// also go to the `pushes` places from `push` on, which are peers', when the word `ready` says so; -1: they may. The rows of its first
+// source are copied to `copy`. `bias`: which of the launch's; then the row of it. kNowhere: none.
+struct alignas(16) MatmulTask {
+  u32 columns;
+  u16 source, steps;
+  MatmulPlace result, copy;
+  u16 added, count, wait, waits, push, pushes;
+  i16 stored, ready;
+  u16 bias, bias_row, activation, unused;
+};
+constexpr u16 kGelu = 1, kSwiglu = 2;  // activations
 
 struct alignas(64) MatmulArgs {
-  TensorMap a[2], b, c[2], sums;
+  TensorMap maps[COMMDSL_MAPS];
   u64 pieces, claims;    // a table of what is taken, and how much of it is: zero between launches
-  u64 turns, sources, words;
-  u64 bias, partials, flags;
+  u64 tasks, sources, places, waits, words;
+  u64 partials, flags;
   u64 scales[2];         // of A and of B, a float32 each
   u64 timeout_ns;
-  u32 rows, columns;     // of C, in one turn
-  u32 entries;           // of the table
-  u32 steps;             // stages of the depth of a source
-#ifdef COMMDSL_STAMPS
   u64 stamps;            // intervals
-#endif
-  TensorMap copied;      // what rows are copied to
-#ifdef COMMDSL_RESIDUAL
-  TensorMap residual;    // of a turn the matrix that its result is
-#endif
-#ifdef COMMDSL_PUSHED
-  TensorMap pushed[COMMDSL_PUSHED];
-  u64 pushes;            // by turn
-#endif
+  u32 entries, unused;   // of the table
+  u64 bias[COMMDSL_BIASES];
 };
 
 template <class Plan>
@@ -104,6 +100,7 @@ struct MatmulShape : Plan {
   static constexpr u32 kDepth = kLine / sizeof(typename Plan::Element::Storage);  // of a stage
   static constexpr bool kFloat8 = sizeof(typename Plan::Element::Storage) == 1;
   static constexpr u32 kHalf = Plan::kColumns / 2;  // the columns of B that one load, or one block of a cluster, brings
+  static constexpr bool kWholeFactor = Plan::kBDeep && Plan::kCluster == 1 && !Plan::kGated && !Plan::kMixed;  // in one load
   static constexpr u32 kOutColumns = Plan::kGated ? kHalf : Plan::kColumns;
   static constexpr u32 kHigh = Plan::kRows / (64 * kMultipliers);  // how often 64 rows a multiplier has
   static constexpr u32 kSums = Plan::kColumns / 2;                 // of a thread, in 64 rows
@@ -118,6 +115,7 @@ struct MatmulShape : Plan {
   // Of the widest tiles, which are made by the dozen: a thread has registers for what is made of one and for sums of the next.
   static constexpr bool kStoresLate = !kFloat8 && kHigh == 1 && kSums == 128 && kMade * kWords <= 64;
   static constexpr u32 kHeld = kStoresLate ? kMade : 1;
+  static_assert(!Plan::kMixed || (!Plan::kGated && Plan::kSplit == 1 && kHalf % kOutElements == 0), "a gated tile has half of the panels");
   static_assert(!(Plan::kAdds || Plan::kBias) || kOutBytes == 2, "what is added is of 16 bits, as the result is");
   static_assert(!kFloat8 || (Plan::kADeep && Plan::kBDeep && kHigh == 1), "float8 is multiplied where it is deep, in sums that are held twice");
   static_assert(kHalf % 8 == 0 && kStored >= 16, "eight lines are swizzled together, and one panel is stored");
@@ -221,14 +219,28 @@ struct Worker {
   COMMDSL_FN static u32 workers() { return gridDim.x / Shape::kBlocks; }
   // Where nobody waits for this launch, workers have all SMs in the end, and need not ask who is next.
   COMMDSL_FN bool is_awaited() const { return args.words != 0; }
-  COMMDSL_FN MatmulTurn turn(u32 number) const { return reinterpret_cast<const MatmulTurn*>(args.turns)[number]; }
+  COMMDSL_FN const MatmulTask& task(u32 number) const { return reinterpret_cast<const MatmulTask*>(args.tasks)[number]; }
+  // Where all tasks have one map the text says which: the address of a map that is looked up takes a load a while.
+  template <i32 always>
+  COMMDSL_FN const TensorMap& map(u32 number) const {
+    if constexpr (always >= 0) return args.maps[always];
+    return args.maps[number];
+  }
+  COMMDSL_FN MatmulPlace place(u32 number) const { return reinterpret_cast<const MatmulPlace*>(args.places)[number]; }
   COMMDSL_FN MatmulSource source(u32 number) const { return reinterpret_cast<const MatmulSource*>(args.sources)[number]; }
   COMMDSL_FN u64* word(i32 number) const { return reinterpret_cast<u64*>(args.words) + number; }
   COMMDSL_FN static u32 row(const Piece& piece) {
     return (Shape::kCluster == 1 ? piece.row : piece.row * Shape::kCluster + block_of_cluster()) * Shape::kRows;
   }
-  COMMDSL_FN static u32 column(const Piece& piece) { return piece.column * Shape::kOutColumns; }
-  COMMDSL_FN static u32 stored_column(const Piece& piece) { return column(piece) + share() * Shape::kStored; }
+  // Of a gated product half of the columns are left.
+  COMMDSL_FN bool is_gated(u32 task_number) const {
+    if constexpr (Shape::kMixed) return task(task_number).activation == kSwiglu;
+    return Shape::kGated;
+  }
+  COMMDSL_FN u32 column(const Piece& piece) const {
+    return piece.column * (Shape::kMixed && is_gated(piece.turn) ? Shape::kHalf : Shape::kOutColumns);
+  }
+  COMMDSL_FN u32 stored_column(const Piece& piece) const { return column(piece) + share() * Shape::kStored; }
   COMMDSL_FN static u32 share() { return Shape::kSplit > 1 ? block_of_cluster() : 0; }
   COMMDSL_FN static u32 first(const Piece& piece) { return piece.first + (piece.last - piece.first) * share() / Shape::kSplit; }
   COMMDSL_FN static u32 last(const Piece& piece) { return piece.first + (piece.last - piece.first) * (share() + 1) / Shape::kSplit; }
