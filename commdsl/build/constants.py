@@ -13,7 +13,7 @@ from commdsl.ir.dispatches import Often
 from commdsl.program.actors import printed
 from commdsl.program.crossing import Pushing, num_crossing
 from commdsl.program.memory import Words
-from commdsl.program.moves import KIND_OF, STAGE_MARKS_BYTES, STAGES, Protocol
+from commdsl.program.moves import KIND_OF, STAGE_MARKS_BYTES, STAGES
 from commdsl.program.phases import FinishBack, Push, PushAgain, PushBack, PushByKey, Routed
 from commdsl.program.plan import Plan, heap_layout
 from commdsl.program.stages import WARP_STAGE_BYTES, carries, warp_stages
@@ -39,7 +39,7 @@ def static_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
     yield "u64", "kFlagsPerLane", moves.flags_per_lane
     yield "u64", "kFlagsBytes", moves.flags_bytes
     yield "u64", "kCellsOffset", moves.cells_offset
-    if moves.protocol is Protocol.TMA:
+    if moves.carrier.stages_in_shared:
         yield "u64", "kStages", STAGES
         yield "u64", "kStageBytes", moves.stage_bytes
         yield "u64", "kMarksBytes", STAGE_MARKS_BYTES

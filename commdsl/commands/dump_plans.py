@@ -67,7 +67,7 @@ def static_lines(plan: Plan) -> list[str]:
     lines = [
         f"plan {plan.name} for {plan.num_ranks} ranks on {plan.topology}",
         f"lanes {plan.moves.lanes} on {plan.moves.sms} SMs  threads {plan.moves.threads}  tile {plan.tile_bytes} bytes"
-        f"  protocol {plan.moves.protocol.value}",
+        f"  protocol {plan.moves.carrier.name}",
         f"cells {plan.moves.num_cells}  rotation {plan.moves.rotation}"
         f"  symmetric {plan.symmetric_bytes} bytes per rank",
         f"may be the same memory: {', '.join(plan.moves.alias_safe) or 'none'}",

@@ -164,7 +164,7 @@ class Plan:
     @property
     def lanes_tell(self) -> bool:
         """Whether what its lanes send tells of the call: the first word of every operation carries its digest."""
-        return self.is_static and not self.is_visited and self.tiles is None and self.moves.protocol.carries_flags
+        return self.is_static and not self.is_visited and self.tiles is None and self.moves.carrier.has_flags_in_data
 
     @property
     def agreeing(self) -> str:

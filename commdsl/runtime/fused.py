@@ -22,7 +22,6 @@ from commdsl.ir.functions import GATED
 from commdsl.ir.products import MATMUL
 from commdsl.machine.config import from_environment
 from commdsl.program.memory import Kept
-from commdsl.program.moves import Protocol
 from commdsl.program.plan import Plan
 from commdsl.program.pushed import Pushes
 from commdsl.program.stamps import Layout, task
@@ -75,7 +74,7 @@ def fits(plan: Plan, places: Places, rows: torch.Tensor, factor: torch.Tensor, r
     """
     if not rows.is_cuda or torch.cuda.get_device_capability(rows.device) != HOPPER:
         return False
-    if from_environment().one_queue or any(one.moves.protocol is not Protocol.ENGINE for one in launches(plan)):
+    if from_environment().one_queue or any(one.moves.carrier.runs_on_sms for one in launches(plan)):
         return False
     if rows.dtype not in (torch.bfloat16, torch.float16, FLOAT8) or (rows.dtype != FLOAT8 and rows.dtype != result):
         return False
