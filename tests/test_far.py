@@ -38,7 +38,6 @@ from commdsl.program.memory import Transport
 from commdsl.program.plan import Plan
 from commdsl.program.timeouts import BAD_COUNT, CommTimeout
 from commdsl.program.verify import verify
-from commdsl.program.wording import described
 
 FAR_PLANS = {
     "all far": (0, 1, 2, 3),
@@ -234,7 +233,7 @@ def test_rows_are_packed() -> None:
         for put in ("rows", "packed")
         for transport in Transport
     }
-    plans = {key: [described(phase) for phase in one.plan.comm.phases] for key, one in found.items()}
+    plans = {key: [phase.description for phase in one.plan.comm.phases] for key, one in found.items()}
     reason = " (packed: to a far rank every run is a message)"
 
     assert found["rows", Transport.NVSHMEM].plan.push.packed

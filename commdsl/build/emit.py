@@ -28,7 +28,7 @@ from commdsl.program.actors import printed
 from commdsl.program.arguments import arguments
 from commdsl.program.memory import Transport
 from commdsl.program.moves import CELL, Casts, Moves, OpKind, Ops, Origin
-from commdsl.program.phases import Push, PushAgain, PushBack
+from commdsl.program.phases import Push
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import first_blocks, known_lengths
 
@@ -202,11 +202,7 @@ def _headers(plan: Plan) -> tuple[str, ...]:
         more = (plan.tiles, "tiles.cuh"), (plan.by_row, "by_row.cuh"), (plan.moves.casts, "casts.cuh")
         flags = ("flags.cuh",) if _has_only_flags(plan) else ()
         return ("kernel.cuh", *flags, *(name for phase, name in more if phase is not None))
-    if any(isinstance(phase, PushAgain) for phase in plan.phases):
-        return ("again.cuh",)
-    if any(isinstance(phase, PushBack) for phase in plan.phases):
-        return ("back.cuh",) if plan.push_back.crossing is None else ("sums.cuh",)
-    return ("keys.cuh",) if plan.key_positions else ("rows.cuh",)
+    return tuple(phase.header for phase in plan.comm.routed if phase.pushes)
 
 
 def _form(plan: Plan) -> str:
