@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from commdsl.program.phases.common import Actor, Field
+from commdsl.program.phases.common import Actor, Field, Held, Ways
 from commdsl.program.phases.rows_back import AddUp, Each, FinishBack, PushBack
 from commdsl.program.phases.rows_by_key import Count, FillByKey, Forward, PushAgain, PushByKey
 from commdsl.program.phases.rows_by_table import Finish, Push, PushStraight
@@ -58,6 +58,7 @@ __all__ = [
     "Finish",
     "FinishBack",
     "Forward",
+    "Held",
     "Host",
     "Meet",
     "Push",
@@ -70,4 +71,5 @@ __all__ = [
     "Read",
     "Routed",
     "Tell",
+    "Ways",
 ]

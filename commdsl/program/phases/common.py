@@ -6,11 +6,18 @@ arguments and constants, the call of its body. Does not order phases.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from enum import Enum
 from typing import Self, TypeAlias
 
 from commdsl.language.records import dataclass
 from commdsl.program.memory import Counters, Rows, Transport, Words
+
+Held: TypeAlias = tuple[str, ...]
+"""What came to a memory, in words: the tensor and what was done with its rows on the way."""
+
+Ways: TypeAlias = defaultdict[Rows, set[Held]]
+"""By memory what its rows are; several ways may lead to one."""
 
 Constant: TypeAlias = tuple[str, str, int]
 """Type, name and value of a number that a kernel is built with."""
@@ -72,6 +79,9 @@ class Phase:
     def kept(self, num_ranks: int) -> tuple[str, ...]:
         """The words that a lane leaves to the second of two launches, but for the number of lanes."""
         return ()
+
+    def carry(self, held: Ways) -> None:
+        """Add to each memory what comes to it, made of what came to others before."""
 
     @property
     def waits_for(self) -> tuple[Words | Counters, ...]:

@@ -16,7 +16,9 @@ from commdsl.program.phases.common import (
     MATES,
     Constant,
     Field,
+    Held,
     Keyed,
+    Ways,
     addresses,
     crossing_fields,
     node_constants,
@@ -48,8 +50,12 @@ class Each(Enum):
         return "" if self is Each.ENTRY else f" {self.called}"
 
 
+def _weighed(weights: Rows | None) -> Held:
+    return () if weights is None else (f"times {weights.name}",)
+
+
 def _times(weights: Rows | None) -> str:
-    return "" if weights is None else f" times {weights.name}"
+    return "".join(f" {word}" for word in _weighed(weights))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +149,14 @@ class PushBack(Keyed):
     def of_wave(self, wave: int) -> Self:
         return replace(self, to=replace(self.to, wave=wave))
 
+    def carry(self, held: Ways) -> None:
+        sums = () if self.mates is None else (f"added up by {self.mates.name}",)
+        place = f"up to {self.offsets.name}", f"by {self.origins.name}", self.each.value
+        way = (f"rows of {self.given.name}", *sums, *_weighed(self.weights), *place)
+        by = "nothing" if self.keys is None else self.keys.name
+        across = () if self.crossing is None else (f"to one of {self.node}, by {by}",)
+        held[self.crossing or self.to].add((*way, *across))
+
     def call(self, number: int, wave: str) -> str:
         return f"commdsl::push_{self.each.called}(here, peers{wave and f', {wave}'});"
 
@@ -172,6 +186,9 @@ class AddUp(Keyed):
     @property
     def touches(self) -> tuple[Touch, ...]:
         return (*reads(self.crossing, self.keys), *writes(self.to))
+
+    def carry(self, held: Ways) -> None:
+        held[self.to].update([(*way, f"added up, by {self.keys.name}") for way in held[self.crossing]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +242,9 @@ class FinishBack(Keyed):
 
     def of_wave(self, wave: int) -> Self:
         return replace(self, waiting=replace(self.waiting, wave=wave))
+
+    def carry(self, held: Ways) -> None:
+        held[self.to].update([(*way, *_weighed(self.weights)) for way in held[self.waiting]])
 
     def call(self, number: int, wave: str) -> str:
         return f"commdsl::finish_{self.each.called}(here, peers{wave and f', {wave}'});"

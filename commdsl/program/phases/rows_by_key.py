@@ -14,6 +14,7 @@ from commdsl.program.phases.common import (
     Constant,
     Field,
     Keyed,
+    Ways,
     addresses,
     crossing_fields,
     listed,
@@ -39,6 +40,12 @@ def _detail(names: str, push: PushByKey | PushAgain, beside: str) -> str:
 
 def _nodes(node: int) -> str:
     return f", once to a node of {node}" if node else ""
+
+
+def _cross(push: PushByKey | PushAgain, held: Ways) -> None:
+    """What crosses goes by way of a rank of another node, which forwards it."""
+    if push.crossing is not None:
+        held[push.crossing].add((f"by way of one of {push.node}",))
 
 
 def _given(stretches: tuple[int, ...]) -> tuple[Constant, ...]:
@@ -125,9 +132,23 @@ class PushByKey(Keyed):
 
     @property
     def details(self) -> tuple[str, ...]:
-        cast = [f" as float8 by {stretch}" if stretch else "" for stretch in self.stretches]
-        names = ", ".join(rows.name + how for rows, how in zip(self.given, cast, strict=True))
+        names = ", ".join(name + how for name, how in self._cast.items())
         return (_detail(names, self, listed(self.to[len(self.given) :])),)
+
+    @property
+    def _cast(self) -> dict[str, str]:
+        """By the name of what is given, how it travels."""
+        pairs = zip(self.given, self.stretches, strict=True)
+        return {rows.name: f" as float8 by {stretch}" if stretch else "" for rows, stretch in pairs}
+
+    def carry(self, held: Ways) -> None:
+        cast, how = self._cast, f"{self.often.value}, aligned {self.aligned}"
+        rows = [(name, cast[name]) for name in cast] + [(f"scales of {name}", by) for name, by in cast.items() if by]
+        for (name, by), to in zip(rows, self.to, strict=False):
+            held[to].add((f"rows of {name}", f"pushed by key{by}, {how}"))
+        if self.value is not None and (at := self.at(self.value.name)) >= 0:
+            held[self.to[at]].add((f"values of {self.value.name}", "beside the rows"))
+        _cross(self, held)
 
     @property
     def touches(self) -> tuple[Touch, ...]:
@@ -239,6 +260,12 @@ class PushAgain(Keyed):
             *node_constants(self.node or num_ranks, self.crossing, self.num_crossing),
         )
 
+    def carry(self, held: Ways) -> None:
+        left = listed((self.places, self.origins, self.offsets, self.counts))
+        how = f"pushed again by {left}, {self.often.value}, aligned {self.aligned}"
+        held[self.to].add((f"rows of {self.given.name}", how))
+        _cross(self, held)
+
     def call(self, number: int, wave: str) -> str:
         return "commdsl::push_again(here, peers);"
 
@@ -263,6 +290,10 @@ class Forward(Keyed):
     def touches(self) -> tuple[Touch, ...]:
         return (*reads(self.crossing), *writes(*self.to))
 
+    def carry(self, held: Ways) -> None:
+        for rows in self.to:
+            held[rows].update([(*way, *across, "forwarded") for way in held[rows] for across in held[self.crossing]])
+
 
 @dataclass(frozen=True, slots=True)
 class FillByKey(Keyed):
@@ -285,3 +316,8 @@ class FillByKey(Keyed):
 
     def arguments(self, transport: Transport) -> tuple[Field, ...]:
         return (*MATES, *addresses("mates")) if self.mates.home is Home.GIVEN else ()
+
+    def carry(self, held: Ways) -> None:
+        done = f"filled by {self.mates.name} at {self.origins.name}"
+        for rows in self.to:
+            held[rows].update([(*way, done) for way in held[rows]])

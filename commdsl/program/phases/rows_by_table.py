@@ -7,8 +7,14 @@ from __future__ import annotations
 
 from commdsl.language.records import dataclass
 from commdsl.program.memory import Rows, Transport
-from commdsl.program.phases.common import ByLanes, Constant, Field, addresses, listed
+from commdsl.program.phases.common import ByLanes, Constant, Field, Ways, addresses, listed
 from commdsl.program.touches import Touch, makes, reads, writes
+
+
+def _push(given: tuple[Rows, ...], to: tuple[Rows, ...], held: Ways) -> None:
+    names = {rows.name for rows in given}
+    for rows in (rows for rows in to if rows.name in names):
+        held[rows].add((f"rows of {rows.name}", "pushed"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,9 @@ class Push(ByLanes):
     def constants(self, num_ranks: int, waves: int) -> tuple[Constant, ...]:
         return (("i32", "kNumRows", len(self.given)),)
 
+    def carry(self, held: Ways) -> None:
+        _push(self.given, self.to, held)
+
     def call(self, number: int, wave: str) -> str:
         return "commdsl::push_waiting(here, peers, ahead);"
 
@@ -80,6 +89,9 @@ class PushStraight(ByLanes):
     @property
     def touches(self) -> tuple[Touch, ...]:
         return (*reads(*self.given), *writes(*self.to))
+
+    def carry(self, held: Ways) -> None:
+        _push(self.given, self.to, held)
 
     def call(self, number: int, wave: str) -> str:
         return "commdsl::push_straight(here, peers, ahead);"
@@ -107,6 +119,10 @@ class Finish(ByLanes):
     def touches(self) -> tuple[Touch, ...]:
         left = () if self.left is None else self.left.touches
         return (*reads(*self.waiting), *makes(*self.to), *left)
+
+    def carry(self, held: Ways) -> None:
+        for waiting, to in zip(self.waiting, self.to, strict=False):
+            held[to].update([(*way, "finished") for way in held[waiting]])
 
     def call(self, number: int, wave: str) -> str:
         done = "finish(here)" if self.left is None else "finish_beside(here, peers, ahead)"
