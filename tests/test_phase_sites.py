@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
@@ -51,6 +52,13 @@ def sites(path: Path) -> Iterator[str]:
                 yield name
             case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
                 yield from (name for name in named(kinds, unions) if name in known)
+
+
+def test_no_field_inherits_a_default() -> None:
+    """A field without a value is missing: a class takes a base's property of that name for its default."""
+    for kind in get_args(Phase):
+        for field in fields(kind):
+            assert not any(hasattr(base, field.name) for base in kind.__mro__[1:]), (kind.__name__, field.name)
 
 
 def test_few_places_tell_phases_apart() -> None:

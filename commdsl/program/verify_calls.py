@@ -28,8 +28,7 @@ from commdsl.program.plan import Plan
 
 def verify_calls(plan: Plan) -> None:
     """Raises InternalError unless the phases are ones that the kernel's text can be printed from, and proved."""
-    lanes = [phase for role in plan.roles if not role.is_caller for phase in role.phases]
-    routed = [phase for phase in lanes if isinstance(phase, Routed)]
+    routed = [phase for role in plan.roles if not role.is_caller for phase in role.routed]
     for phase in routed:
         _law(not isinstance(phase, Host), f"lanes do `{getattr(phase, 'name', '')}`, which is their caller's")
     if not routed:

@@ -30,8 +30,7 @@ from commdsl.program.plan import Plan
 
 def verify_keys(plan: Plan) -> None:
     """Raises InternalError unless keys, rows and what is told of them fit each other."""
-    lanes = [phase for role in plan.roles if not role.is_caller for phase in role.phases]
-    routed = [phase for phase in lanes if isinstance(phase, Routed)]
+    routed = [phase for role in plan.roles if not role.is_caller for phase in role.routed]
     phases = [phase for phase in routed if phase.is_keyed]
     for phase in phases:
         if isinstance(phase, Count | PushAgain | FinishBack):

@@ -55,7 +55,7 @@ MATES = (Field("most_rows"),)  # that a rank may have: mates of all ranks' rows 
 
 
 class Phase:
-    """Defaults of all phases."""
+    """Defaults of all phases. None has the name of a phase's field, whose default it would be."""
 
     __slots__ = ()
     peers = ""  # the struct of what a lane knows of its peers, where the phase decides it
@@ -141,7 +141,7 @@ class Keyed(ByLanes):
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """What it is called; default: push."""
         return "push"
 
     def call(self, number: int, wave: str) -> str:

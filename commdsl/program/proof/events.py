@@ -77,9 +77,8 @@ def steps(plan: Plan, halves: Halves | None = None) -> tuple[Step, ...]:
     """
     caller = [phase for role in plan.roles if role.is_caller for phase in role.phases if isinstance(phase, Host)]
     before = [phase for phase in caller if not phase.is_after]
-    lanes = [phase for phase in plan.comm.phases if isinstance(phase, Routed)]
     own = Ranks.OWN
-    first, second = ((), in_order(tuple(lanes))) if halves is None else (in_order(halves[0]), in_order(halves[1]))
+    first, second = ((), in_order(plan.comm.routed)) if halves is None else map(in_order, halves)
     lanes = [*first, *second]
     return (
         *(_step(phase, lanes) for phase in before),
