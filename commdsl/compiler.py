@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, assert_never, overload
 
 from commdsl import checks
-from commdsl.checks.built import unbuilt_casts, unbuilt_lengths, unbuilt_schedule
-from commdsl.checks.tasks import tasks_without_kernel
+from commdsl.checks.built import tasks_without_kernel, unbuilt_casts, unbuilt_lengths, unbuilt_schedule
 from commdsl.cost.report import Report, far_from_bound, report
 from commdsl.ir import resolve
 from commdsl.ir.dispatches import ByKey, Dispatch

@@ -17,8 +17,9 @@ from plans import changed
 from commdsl.ir.lengths import Lengths
 from commdsl.ir.schedules import Cast
 from commdsl.language.kinds import Axis
+from commdsl.machine.carriers import CARRIERS
 from commdsl.program.memory import Rights
-from commdsl.program.moves import Form, Moves, Ops, Protocol, Reason
+from commdsl.program.moves import Form, Moves, Ops, Reason
 from commdsl.program.plan import Plan
 
 Mutation = Callable[[Random, Plan], Plan | None]
@@ -170,7 +171,7 @@ def _scalar(random: Random, plan: Plan) -> Plan:
         "threads": moves.threads + random.choice((-32, 16, 32)),
         "tile_bytes": moves.tile_bytes + random.choice((-16, 8, 16)),
         "has_reduction": not moves.has_reduction,
-        "protocol": random.choice([one for one in Protocol if one is not moves.protocol]),
+        "carrier": random.choice([one for one in CARRIERS if one != moves.carrier]),
     }
     name = random.choice(list(numbers))
     if name in ("lanes", "sms", "threads") and random.random() < 0.5:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from commdsl.language.source import Source, Span
+from commdsl.machine.carriers import BULK
 from commdsl.program.agree import none_heard
 from commdsl.program.memory import Rights, Tensor
-from commdsl.program.moves import CELL, Moves, OpKind, Ops, Origin, Protocol
+from commdsl.program.moves import CELL, Moves, OpKind, Ops, Origin
 from commdsl.program.plan import Plan, Role
 
 SPAN = Span(Source("by_hand.comm", "each r { put x -> y[r] @ q }\n"), 0, 28)
@@ -111,7 +112,7 @@ def plan_of(
         sms=2,
         threads=128,
         tile_bytes=4096,
-        protocol=Protocol.BULK,
+        carrier=BULK,
         ops=ops,
         signals_per_round=per_round,
         heard=none_heard(num_ranks).heard,

@@ -13,15 +13,15 @@ from commdsl import compiler
 from commdsl.compiler import Checked
 from commdsl.ir.schedules import Buffer, Schedule
 from commdsl.language.kinds import BufferKind
-from commdsl.program.moves import Protocol
+from commdsl.machine.carriers import BULK, LINE, PACKET, Carrier
 
-HOST_PROTOCOLS = (Protocol.BULK, Protocol.PACKET, Protocol.LINE)
+HOST_PROTOCOLS = (BULK, PACKET, LINE)
 """Those with kernels of their own on the host, where `tma` and `engine` are `bulk`."""
 
 
 @cache
-def proved(case: Case, protocol: Protocol = Protocol.BULK) -> Checked:
-    tune = {"protocol": protocol.value}
+def proved(case: Case, protocol: Carrier = BULK) -> Checked:
+    tune = {"protocol": protocol.name}
     return compiler.check(case.path, ranks=case.ranks, params=dict(case.params), tune=tune)
 
 

@@ -9,9 +9,10 @@ import pytest
 from collectives import main_case, shipped
 from proved import HOST_PROTOCOLS, proved
 
+from commdsl.machine.carriers import PACKET
 from commdsl.program.lower.cells import DEPTH, allocate
 from commdsl.program.lower.rows import Rows
-from commdsl.program.moves import CELL, Protocol
+from commdsl.program.moves import CELL
 
 COLLECTIVES = Path(__file__).parent.parent / "schedules" / "collectives"
 SLOTS = 3
@@ -100,7 +101,7 @@ def test_packets_are_written_once(path: Path) -> None:
         written = plan.moves.ops.dest_space == CELL
         places = np.stack((plan.moves.ops.dest_rank[written], plan.moves.ops.dest_index[written]), axis=1)
         assert set(places[:, 1]) == set(range(plan.moves.num_cells))
-        if protocol.carries_flags:
+        if protocol.has_flags_in_data:
             assert len(np.unique(places, axis=0)) == len(places)
 
 
@@ -119,4 +120,4 @@ def test_memory_does_not_grow_with_the_steps() -> None:
     assert case is not None
 
     assert proved(case).plan.moves.num_cells == DEPTH
-    assert proved(case, Protocol.PACKET).plan.moves.num_cells == 15
+    assert proved(case, PACKET).plan.moves.num_cells == 15

@@ -24,9 +24,10 @@ from commdsl.checks import check_plan
 from commdsl.compiler import Checked
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import InternalError
+from commdsl.machine.carriers import BULK, CARRIERS, ENGINE, Carrier
 from commdsl.machine.dtypes import FLOAT32
 from commdsl.program.memory import Transport
-from commdsl.program.moves import CELL, OpKind, Protocol
+from commdsl.program.moves import CELL, OpKind
 from commdsl.program.plan import Plan
 from commdsl.program.proof.computes import computes
 from commdsl.program.proof.rounds import Round
@@ -35,7 +36,7 @@ from commdsl.program.verify import verify
 
 ELEMENTS = 2 * 120
 WITH_PROTOCOL = list(zip(shipped(), cycle(HOST_PROTOCOLS), strict=False))
-WAYS = [(protocol, Transport.PEER) for protocol in Protocol] + [(Protocol.BULK, Transport.NVSHMEM)]
+WAYS = [(protocol, Transport.PEER) for protocol in CARRIERS] + [(BULK, Transport.NVSHMEM)]
 
 
 TEXTS = {
@@ -78,13 +79,13 @@ def results(checked: Checked, plan: Plan) -> list[bytes]:
     return [array.tobytes() for arrays in (*ran.outputs.values(), ran.yields) for array in arrays]
 
 
-def tried(path: Path, ranks: int, ways: Iterator[tuple[Protocol, Transport]]) -> Iterator[Checked]:
+def tried(path: Path, ranks: int, ways: Iterator[tuple[Carrier, Transport]]) -> Iterator[Checked]:
     """A schedule with all its parameters on so many ranks; the ways to move data take turns."""
     for case in cases(path, ranks):
         protocol, transport = next(ways)
-        if protocol is Protocol.ENGINE and "reduce" in path.stem:  # which combines nothing
-            protocol = Protocol.BULK
-        tune = {"protocol": protocol.value}
+        if protocol == ENGINE and "reduce" in path.stem:  # which combines nothing
+            protocol = BULK
+        tune = {"protocol": protocol.name}
         yield compiler.check(path, ranks=ranks, params=dict(case.params), transport=transport, tune=tune)
 
 
@@ -303,7 +304,7 @@ def verdict(schedule: Schedule, plan: Plan) -> str:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("path", "protocol"), WITH_PROTOCOL, ids=[path.stem for path, _ in WITH_PROTOCOL])
-def test_mutants(path: Path, protocol: Protocol, tally: Callable[[str, Counter[str]], None]) -> None:
+def test_mutants(path: Path, protocol: Carrier, tally: Callable[[str, Counter[str]], None]) -> None:
     """Every Plan with one thing changed is refused, or its kernel leaves the same bits; the protocols take turns."""
     case = main_case(path, ranks_for(path))
     assert case is not None

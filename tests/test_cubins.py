@@ -11,10 +11,10 @@ from proved import HOST_PROTOCOLS
 from commdsl import compiler
 from commdsl.build import nvrtc
 from commdsl.build.emit import defines
+from commdsl.machine.carriers import TMA, Carrier
 from commdsl.machine.config import Config, from_environment
 from commdsl.machine.dtypes import BOOL, FLOAT64, INT8, INT16, DType
 from commdsl.program.memory import Transport
-from commdsl.program.moves import Protocol
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +36,12 @@ def test_cubin(path: Path, transport: Transport, config: Config) -> None:
     assert compiled.emitted.name.encode() in cubin
 
 
-@pytest.mark.parametrize("protocol", HOST_PROTOCOLS, ids=lambda protocol: protocol.value)
+@pytest.mark.parametrize("protocol", HOST_PROTOCOLS, ids=lambda protocol: protocol.name)
 @pytest.mark.parametrize("name", ["allreduce_twoshot", "allreduce_ring", "alltoall_direct"])
-def test_cubin_of_a_rank(name: str, protocol: Protocol, config: Config) -> None:
+def test_cubin_of_a_rank(name: str, protocol: Carrier, config: Config) -> None:
     """Every protocol's text is taken too as it runs: lanes that share a block, built for one rank of four alone."""
     path = next(path for path in shipped() if path.stem == name)
-    compiled = compiler.compile(path, ranks=4, tune={"protocol": protocol.value, "lanes": 16, "threads": 256, "sms": 8})
+    compiled = compiler.compile(path, ranks=4, tune={"protocol": protocol.name, "lanes": 16, "threads": 256, "sms": 8})
     macros = defines(compiled.plan, "bfloat16", "sum", rank=1)
     assert macros[-1] == "COMMDSL_RANK=1"
     assert "#define COMMDSL_LANES_PER_BLOCK 2\n" in compiled.emitted.text
@@ -49,12 +49,12 @@ def test_cubin_of_a_rank(name: str, protocol: Protocol, config: Config) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("protocol", [*HOST_PROTOCOLS, Protocol.TMA], ids=lambda protocol: protocol.value)
+@pytest.mark.parametrize("protocol", [*HOST_PROTOCOLS, TMA], ids=lambda protocol: protocol.name)
 @pytest.mark.parametrize("dtype", [FLOAT64, INT16, INT8, BOOL], ids=lambda dtype: dtype.name)
-def test_cubin_of_a_dtype(dtype: DType, protocol: Protocol, config: Config) -> None:
+def test_cubin_of_a_dtype(dtype: DType, protocol: Carrier, config: Config) -> None:
     """NVRTC takes long and short element types in every protocol; an average where there is one."""
     path = next(path for path in shipped() if path.stem == "allreduce_ring")
-    compiled = compiler.compile(path, ranks=3, tune={"protocol": protocol.value})
+    compiled = compiler.compile(path, ranks=3, tune={"protocol": protocol.name})
     macros = defines(compiled.plan, dtype.name, dtype.ops[-1])
     assert nvrtc.build(compiled.emitted, macros, config).read_bytes().startswith(b"\x7fELF")
 

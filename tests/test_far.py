@@ -29,16 +29,15 @@ from commdsl.build.host_run import Options
 from commdsl.build.host_run import run_calls as run_chunks
 from commdsl.ep import simulate
 from commdsl.language.diagnostics import InternalError
+from commdsl.machine.carriers import PACKET
 from commdsl.machine.config import from_environment
 from commdsl.machine.dtypes import BFLOAT16, INT32
 from commdsl.machine.resources import data_dir
 from commdsl.program.arguments import FAR, heaps
 from commdsl.program.memory import Transport
-from commdsl.program.moves import Protocol
 from commdsl.program.plan import Plan
 from commdsl.program.timeouts import BAD_COUNT, CommTimeout
 from commdsl.program.verify import verify
-from commdsl.program.wording import described
 
 FAR_PLANS = {
     "all far": (0, 1, 2, 3),
@@ -234,7 +233,7 @@ def test_rows_are_packed() -> None:
         for put in ("rows", "packed")
         for transport in Transport
     }
-    plans = {key: [described(phase) for phase in one.plan.comm.phases] for key, one in found.items()}
+    plans = {key: [phase.description for phase in one.plan.comm.phases] for key, one in found.items()}
     reason = " (packed: to a far rank every run is a message)"
 
     assert found["rows", Transport.NVSHMEM].plan.push.packed
@@ -258,7 +257,7 @@ def test_plans_that_are_not_put_whole() -> None:
     _, plan = schedule(shipped()[0], Transport.NVSHMEM)
     verify(plan)
     with pytest.raises(InternalError, match="moves no words of `packet`"):
-        verify(replace(changed(plan, protocol=Protocol.PACKET), transport=Transport.NVSHMEM))
+        verify(replace(changed(plan, carrier=PACKET), transport=Transport.NVSHMEM))
     with pytest.raises(InternalError, match="a block has 2 lanes"):
         verify(replace(changed(plan, sms=1), transport=Transport.NVSHMEM))
     with pytest.raises(InternalError, match="rows of tables go to far ranks"):

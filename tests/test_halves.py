@@ -32,7 +32,6 @@ from commdsl.program.proof.regions import order_of_regions, prove
 from commdsl.program.timeouts import CommTimeout
 from commdsl.program.touches import Touch
 from commdsl.program.verify import verify
-from commdsl.program.wording import name_of
 
 WHO = {"all": {0, 1, 2}, "one": {1}, "all but one": {0, 2}}
 """Ranks whose calls are two launches."""
@@ -53,7 +52,7 @@ def test_cut_at_what_is_awaited() -> None:
     """The first launch ends behind rows and the counters that tell of them, the other begins where they are awaited."""
     plan = going(3, 6).plan
     assert plan.halves is not None
-    first, second = (list(map(name_of, half)) for half in plan.halves)
+    first, second = ([phase.name for phase in half] for half in plan.halves)
     told = ["tell addresses", "meet addresses", "push", "tell sent", "tell done"]
     assert first == ["read calls", "count", *told, "tell kept"]
     assert second[:2] == ["read kept", "meet done"]

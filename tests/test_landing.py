@@ -25,12 +25,13 @@ from commdsl.checks import check_plan
 from commdsl.commands.dump_plans import plan_text
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import CommError, InternalError
+from commdsl.machine.carriers import ENGINE
 from commdsl.machine.config import from_environment
 from commdsl.machine.dtypes import BY_NAME
 from commdsl.machine.resources import data_dir
 from commdsl.program.launches import Launch
 from commdsl.program.memory import Rights, Transport
-from commdsl.program.moves import Moves, OpKind, Protocol
+from commdsl.program.moves import Moves, OpKind
 from commdsl.program.plan import Plan
 from commdsl.program.proof.rounds import Round
 from commdsl.program.proof.synchronization import prove
@@ -160,7 +161,7 @@ def test_proved(name: str, ranks: int, params: dict[str, int]) -> None:
         assert lands
         for launch in launches(found.visits):  # type: ignore[arg-type] # as above
             assert not {*launch.reads} & {*launch.writes} or launch.moves.adds_up
-            assert launch.moves.protocol is not Protocol.ENGINE or not launch.moves.has_reduction
+            assert launch.moves.carrier != ENGINE or not launch.moves.has_reduction
 
 
 def test_what_is_printed() -> None:

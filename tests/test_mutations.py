@@ -20,8 +20,8 @@ from commdsl.compiler import Checked
 from commdsl.ir import interpret
 from commdsl.language.diagnostics import CommError
 from commdsl.language.syntax import ScheduleDecl
+from commdsl.machine.carriers import Carrier
 from commdsl.machine.dtypes import INT64
-from commdsl.program.moves import Protocol
 
 ELEMENTS = 2 * 120  # two 16-byte units for every chunk of the finest cut
 """Enough for every chunk to hold something: an empty chunk would hide a fault."""
@@ -47,11 +47,11 @@ def judged(case: Case, checked: Checked) -> str:
     return ""
 
 
-def proved(case: Case, mutant: Mutant, protocol: Protocol) -> Checked | None:
+def proved(case: Case, mutant: Mutant, protocol: Carrier) -> Checked | None:
     """The mutant as the compiler sees it, or None when it is refused."""
     try:
         files = compiler.read_text(mutant.text, "mutant.comm", case.path.parent)
-        return compiler.check(files, ranks=case.ranks, params=dict(case.params), tune={"protocol": protocol.value})
+        return compiler.check(files, ranks=case.ranks, params=dict(case.params), tune={"protocol": protocol.name})
     except CommError:
         return None
 

@@ -19,8 +19,8 @@ from commdsl.build import host_run
 from commdsl.build.emit import emit
 from commdsl.ir import interpret
 from commdsl.ir.schedules import Schedule
+from commdsl.machine.carriers import Carrier
 from commdsl.machine.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, REDUCED, Array, DType
-from commdsl.program.moves import Protocol
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import rounding
@@ -115,9 +115,9 @@ def test_one_pass_rounds_once(name: str, dtype: DType) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("protocol", HOST_PROTOCOLS, ids=lambda protocol: protocol.value)
+@pytest.mark.parametrize("protocol", HOST_PROTOCOLS, ids=lambda protocol: protocol.name)
 @pytest.mark.parametrize("path", REDUCING, ids=lambda path: path.stem)
-def test_kernels_average(path: Path, protocol: Protocol) -> None:
+def test_kernels_average(path: Path, protocol: Carrier) -> None:
     """The emitted kernel has the interpreter's bits in every protocol, and 60000 is 60000 on 4 ranks."""
     case = main_case(path, 4) or main_case(path, 5)
     assert case is not None
@@ -142,9 +142,9 @@ KERNELS = [
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("protocol", HOST_PROTOCOLS, ids=lambda protocol: protocol.value)
+@pytest.mark.parametrize("protocol", HOST_PROTOCOLS, ids=lambda protocol: protocol.name)
 @pytest.mark.parametrize("dtype", REDUCED, ids=lambda dtype: dtype.name)
-def test_kernels_of_every_dtype(dtype: DType, protocol: Protocol) -> None:
+def test_kernels_of_every_dtype(dtype: DType, protocol: Carrier) -> None:
     """Element by element, word by word, line by line: the interpreter's bits, at the ends of a tensor too."""
     turn = REDUCED.index(dtype) * len(HOST_PROTOCOLS) + HOST_PROTOCOLS.index(protocol)
     for path, op in (KERNELS[turn % len(KERNELS)], KERNELS[(turn + 17) % len(KERNELS)]):

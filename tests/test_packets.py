@@ -22,15 +22,16 @@ from commdsl.build import host_run
 from commdsl.build.emit import emit
 from commdsl.ir import interpret
 from commdsl.language.diagnostics import InternalError
+from commdsl.machine.carriers import CARRIERS, PACKET, Carrier
 from commdsl.machine.dtypes import INT32
-from commdsl.program.moves import OpKind, Protocol
+from commdsl.program.moves import OpKind
 from commdsl.program.plan import Plan
 from commdsl.program.proof.rounds import Round
 from commdsl.program.proof.synchronization import prove
 from commdsl.program.timeouts import CommTimeout
 from commdsl.program.verify import verify
 
-CARRYING = [protocol for protocol in Protocol if protocol.carries_flags]
+CARRYING = [protocol for protocol in CARRIERS if protocol.has_flags_in_data]
 COLLECTIVES = Path(__file__).parent.parent / "schedules" / "collectives"
 
 
@@ -41,7 +42,7 @@ def made(family: str, num_ranks: int, rotation: int = 2, credits: bool = False) 
 
 def packets(programs: Programs, tensors: tuple, num_cells: int, rotation: int) -> Plan:
     plan = build(programs, tensors, num_cells, rotation)
-    return changed(plan, protocol=Protocol.PACKET, has_reduction=False)
+    return changed(plan, carrier=PACKET, has_reduction=False)
 
 
 def codes(plan: Plan) -> list[str]:
@@ -49,7 +50,7 @@ def codes(plan: Plan) -> list[str]:
     return [diagnostic.code for diagnostic in prove(Round(plan.moves))]
 
 
-def shipped_plan(name: str, ranks: int, protocol: Protocol = Protocol.PACKET) -> Plan:
+def shipped_plan(name: str, ranks: int, protocol: Carrier = PACKET) -> Plan:
     case = main_case(COLLECTIVES / f"{name}.comm", ranks)
     assert case is not None
     return proved(case, protocol).plan
@@ -198,7 +199,7 @@ def test_shipped_schedules_agree_with_brute_force(path: Path) -> None:
     """The compiler's Plans keep the laws with any threads idle in any round."""
     case = main_case(path, 3)
     if case is not None:
-        assert broken_packet_laws(proved(case, Protocol.PACKET).plan) == set()
+        assert broken_packet_laws(proved(case, PACKET).plan) == set()
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -219,16 +220,16 @@ def runs(plan: Plan, sizes: tuple[int, ...], ranks: int, options: Options) -> No
 @pytest.mark.parametrize("protocol", CARRYING)
 @pytest.mark.parametrize("mode", ["threads", "processes"])
 @pytest.mark.parametrize("size", [0, 1, 15, 119, 121, 2999])
-def test_any_size_and_alignment(size: int, mode: str, protocol: Protocol) -> None:
+def test_any_size_and_alignment(size: int, mode: str, protocol: Carrier) -> None:
     """Every rank gets every block, call after call on one heap, whoever starts late, wherever a tensor begins."""
-    plan = changed(small(made("forwarding_allgather", 3), tile_bytes=240), protocol=protocol)
+    plan = changed(small(made("forwarding_allgather", 3), tile_bytes=240), carrier=protocol)
     runs(plan, (size,) * 3, 3, Options(mode=mode, max_delay=0.002, seed=size, shift=size % 7))
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("protocol", HOST_PROTOCOLS)
 @pytest.mark.parametrize("name", ["allreduce_twoshot", "allgather_ring", "broadcast_chain", "alltoall_direct"])
-def test_long_and_short_calls(name: str, protocol: Protocol) -> None:
+def test_long_and_short_calls(name: str, protocol: Carrier) -> None:
     """A short call uses fewer lanes and fewer words than the one before, and no race lies between: no report."""
     case = main_case(COLLECTIVES / f"{name}.comm", 3)
     assert case is not None
@@ -250,10 +251,10 @@ def test_long_and_short_calls(name: str, protocol: Protocol) -> None:
 
 @pytest.mark.parametrize("protocol", CARRYING)
 @pytest.mark.parametrize("before", [2**31 - 2, 2**32 - 3, 2**63 - 2, 2**64 - 3])
-def test_rounds_pass_the_largest_number(before: int, protocol: Protocol) -> None:
+def test_rounds_pass_the_largest_number(before: int, protocol: Carrier) -> None:
     """Marks of rounds and credits run over 31, 32 and 64 bits between two rounds, and nobody notices."""
     for family, credits in (("forwarding_allgather", False), ("direct_alltoall", False), ("chain_broadcast", True)):
-        plan = changed(small(made(family, 3, credits=credits), tile_bytes=240), protocol=protocol)
+        plan = changed(small(made(family, 3, credits=credits), tile_bytes=240), carrier=protocol)
         blocks = plan.moves.tensors[0].blocks
         calls = [random_bytes(3, 600 * blocks, seed) for seed in range(2)]
         options = Options(first_round=before, timeout=10)
@@ -264,9 +265,9 @@ def test_rounds_pass_the_largest_number(before: int, protocol: Protocol) -> None
 
 
 @pytest.mark.parametrize("protocol", CARRYING)
-def test_a_rank_that_never_enters(protocol: Protocol) -> None:
+def test_a_rank_that_never_enters(protocol: Carrier) -> None:
     """Who waits for data names the rank that sends it, though the data would lie on the waiting rank itself."""
-    plan = changed(small(made("forwarding_allgather", 4), tile_bytes=240), protocol=protocol)
+    plan = changed(small(made("forwarding_allgather", 4), tile_bytes=240), carrier=protocol)
     options = Options(timeout=0.3, absent=frozenset({2}))
     with pytest.raises(CommTimeout) as caught:
         runs(plan, (100,), 4, options)

@@ -19,9 +19,10 @@ from test_properties import inputs_of
 from commdsl import checks, compiler
 from commdsl.ir import interpret
 from commdsl.machine import dtypes
+from commdsl.machine.carriers import ENGINE
 from commdsl.machine.resources import data_dir
 from commdsl.program.memory import Rights, Tensor
-from commdsl.program.moves import OpKind, Protocol
+from commdsl.program.moves import OpKind
 from commdsl.program.plan import Plan
 from commdsl.program.proof.rounds import Round
 from commdsl.program.proof.synchronization import prove
@@ -101,9 +102,7 @@ class Machine:
 
 
 def for_engine(plan: Plan, tile_bytes: int = 64) -> Plan:
-    return changed(
-        plan, protocol=Protocol.ENGINE, lanes=1, sms=1, threads=32, tile_bytes=tile_bytes, has_reduction=False
-    )
+    return changed(plan, carrier=ENGINE, lanes=1, sms=1, threads=32, tile_bytes=tile_bytes, has_reduction=False)
 
 
 def orderly(machine: Machine) -> Order:
@@ -193,7 +192,7 @@ def hops(name: str, ranks: int) -> list[Plan]:
     found = compiler.check(ATTENTION / f"{name}.comm", ranks=ranks, tune=tune).visits
     assert found is not None
     every = (plan_of(found, moves) for moves in segments(found))
-    return [plan for plan in every if plan.moves.protocol is Protocol.ENGINE and plan.moves.num_cells]
+    return [plan for plan in every if plan.moves.carrier == ENGINE and plan.moves.num_cells]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -41,9 +41,9 @@ from commdsl.ir.lengths import block_lengths, num_entries
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import GIVEN
+from commdsl.machine.carriers import ENGINE
 from commdsl.machine.dtypes import FLOAT32, INT32
 from commdsl.program.memory import Rights
-from commdsl.program.moves import Protocol
 from commdsl.program.phases import PushAgain, PushBack, PushByKey
 from commdsl.program.plan import Plan
 from commdsl.program.timeouts import CommTimeout
@@ -147,7 +147,7 @@ def copies(name: str, ranks: int, way: str) -> Right:
     wanted = {in_place: _copies(right.plan, in_place) for in_place in (False, True)}
 
     def moves_right(mutant: Plan) -> bool:
-        ways = {False, bool(mutant.moves.alias_safe)} if mutant.moves.protocol is Protocol.ENGINE else ()
+        ways = {False, bool(mutant.moves.alias_safe)} if mutant.moves.carrier == ENGINE else ()
         return all(_copies(mutant, in_place) == wanted[in_place] for in_place in ways)
 
     return replace(right, moves_right=moves_right)

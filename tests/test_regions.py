@@ -23,7 +23,6 @@ from commdsl.machine.resources import data_dir
 from commdsl.program.phases import Actor, Ranks
 from commdsl.program.proof.events import Events, Step, Wait, events, is_among, steps
 from commdsl.program.proof.regions import prove
-from commdsl.program.wording import described
 
 CLOCKS, REGIONS = (import_module(f"commdsl.program.proof.{name}") for name in ("clocks", "regions"))
 
@@ -270,7 +269,7 @@ def test_one_change_one_message(code: str, golden: Callable[[str, str], None]) -
 def test_kernel() -> None:
     """The kernel's text has every phase of the Plan once, in its order, under the words that say what it is."""
     compiled = compiler.compile(compiler.read_text(TEXT, "example.comm", Path()))
-    told = [f"// {number}: {described(phase)}\n" for number, phase in enumerate(compiled.plan.comm.phases)]
+    told = [f"// {number}: {phase.description}\n" for number, phase in enumerate(compiled.plan.comm.phases)]
     text = compiled.emitted.text
 
     assert [text.count(line) for line in told] == [1] * len(told)

@@ -15,9 +15,9 @@ from commdsl.commands.arguments import UsageError
 from commdsl.commands.trial import Settings, trial
 from commdsl.ir import interpret
 from commdsl.language.diagnostics import InternalError
+from commdsl.machine.carriers import BULK, ENGINE, LINE, PACKET
 from commdsl.machine.dtypes import BY_NAME
 from commdsl.machine.resources import data_dir
-from commdsl.program.moves import Protocol
 from commdsl.program.sizes import device_launch, host_launch
 from commdsl.program.verify import verify
 
@@ -100,9 +100,7 @@ def test_lanes_share_few_rows() -> None:
     assert parts == {1: 8, 8: 8, 9: 4, 16: 4, 32: 2, 33: 1, 128: 1}
     assert device_launch(moves, 128 * 16384, 16384).active_lanes == 128  # a row is a block's of its own
     assert [device_launch(moves, row, row).parts for row in (8192, 4000, 2 * 7001, 10240)] == [4, 1, 1, 4]
-    assert (
-        device_launch(replace(moves, protocol=Protocol.BULK), 16384, 16384).parts == 1
-    )  # other blocks beside the lanes
+    assert device_launch(replace(moves, carrier=BULK), 16384, 16384).parts == 1  # other blocks beside the lanes
 
 
 def test_a_lane_makes_rows_of_what_it_moved() -> None:
@@ -113,7 +111,7 @@ def test_a_lane_makes_rows_of_what_it_moved() -> None:
     rows = moves.tensors[by_row.rows]
     for phases in (
         (replace(moves, tensors=tuple(replace(one, cut=2) if one is rows else one for one in moves.tensors)), by_row),
-        (replace(moves, protocol=Protocol.ENGINE), by_row),
+        (replace(moves, carrier=ENGINE), by_row),
         (by_row, moves),
         (moves, replace(by_row, rows=by_row.results[0])),
         (moves, replace(by_row, rows=by_row.given[0])),
@@ -296,9 +294,9 @@ def test_few_rows_travel_as_words() -> None:
     def body(rank: int, group: str) -> Any:
         def chosen(rows: int) -> Any:
             op = programs.row_program(torch.zeros(rows, 8192, dtype=torch.bfloat16), group)
-            return op and (op.program(2).plan.moves.protocol, op.program(2).plan.moves.threads)
+            return op and (op.program(2).plan.moves.carrier, op.program(2).plan.moves.threads)
 
         return [chosen(rows) for rows in (0, 1, 8, 9, 256, 257)]
 
-    words, lines = (Protocol.PACKET, 256), (Protocol.LINE, 512)
+    words, lines = (PACKET, 256), (LINE, 512)
     assert in_group(2, body) == [[None, words, words, lines, lines, None]] * 2

@@ -21,15 +21,15 @@ from commdsl.ir import interpret
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import CommError, Severity
 from commdsl.machine import dtypes
+from commdsl.machine.carriers import BULK, LINE, PACKET, TMA, Carrier
 from commdsl.machine.dtypes import DType
-from commdsl.program.moves import Protocol
 from commdsl.program.plan import Plan
 
 RUN_RANKS = {
-    Protocol.BULK: (2, 3, 5, 6, 7, 8, 16),
-    Protocol.PACKET: (3, 8),
-    Protocol.LINE: (2, 5),
-    Protocol.TMA: (4,),  # here the code of `bulk`
+    BULK: (2, 3, 5, 6, 7, 8, 16),
+    PACKET: (3, 8),
+    LINE: (2, 5),
+    TMA: (4,),  # here the code of `bulk`
 }
 """Words and lines take the same way through a host kernel, so they share the rank counts."""
 
@@ -87,9 +87,9 @@ def test_meaning_of_more(path: Path, ranks: int) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("protocol", RUN_RANKS, ids=lambda protocol: protocol.value)
+@pytest.mark.parametrize("protocol", RUN_RANKS, ids=lambda protocol: protocol.name)
 @pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
-def test_protocols(path: Path, protocol: Protocol) -> None:
+def test_protocols(path: Path, protocol: Carrier) -> None:
     """In every protocol the schedule is proved, with every value of its parameters."""
     for ranks in (2, 3, 5, 8):
         for case in cases(path, ranks):
@@ -161,10 +161,10 @@ def defined_outputs(case: Case, outputs: dict[str, list[NDArray[np.generic]]]) -
 @pytest.mark.parametrize(
     ("protocol", "ranks"),
     [(protocol, ranks) for protocol, counts in RUN_RANKS.items() for ranks in counts],
-    ids=lambda value: value.value if isinstance(value, Protocol) else str(value),
+    ids=lambda value: value.name if isinstance(value, Carrier) else str(value),
 )
 @pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
-def test_kernel(path: Path, protocol: Protocol, ranks: int) -> None:
+def test_kernel(path: Path, protocol: Carrier, ranks: int) -> None:
     """In every protocol the emitted kernel on host ranks gives the oracle's bits, for any size, call after call."""
     case = main_case(path, ranks)
     if case is None:
@@ -173,16 +173,16 @@ def test_kernel(path: Path, protocol: Protocol, ranks: int) -> None:
         return
     checked = proved(case, protocol)
     kinds = [dtypes.FLOAT32 if checked.plan.moves.has_reduction else dtypes.INT32]
-    if protocol is Protocol.BULK and checked.plan.moves.has_reduction:
+    if protocol == BULK and checked.plan.moves.has_reduction:
         kinds.append(dtypes.INT32)
     for dtype in kinds:
         runs_as_it_means(case, checked, dtype)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("protocol", [Protocol.BULK, Protocol.PACKET], ids=lambda protocol: protocol.value)
+@pytest.mark.parametrize("protocol", [BULK, PACKET], ids=lambda protocol: protocol.name)
 @pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
-def test_threads(path: Path, protocol: Protocol) -> None:
+def test_threads(path: Path, protocol: Carrier) -> None:
     """ThreadSanitizer finds nothing in two calls in a row on four ranks (five where there is no schedule for four)."""
     case = main_case(path, 4) or main_case(path, 5)
     assert case is not None

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from plans import changed
 from proved import HOST_PROTOCOLS
 
+from commdsl.machine.carriers import Carrier
 from commdsl.program import sizes
 from commdsl.program.arguments import arguments
-from commdsl.program.moves import Protocol
 from commdsl.program.plan import Plan
 
 BLOCKS = st.integers(0, 1 << 40) | st.integers(0, 4096)
@@ -57,9 +57,9 @@ def test_slices_tile_the_chunk(chunk_bytes: int, lanes: int) -> None:
     st.integers(1, 1 << 28), st.integers(1, 9), st.integers(1, 32), st.sampled_from([64, 4096, 131072]),
     st.sampled_from(HOST_PROTOCOLS),
 )  # fmt: skip
-def test_rounds_cover_every_slice(block_bytes: int, cut: int, lanes: int, tile_bytes: int, protocol: Protocol) -> None:
+def test_rounds_cover_every_slice(block_bytes: int, cut: int, lanes: int, tile_bytes: int, protocol: Carrier) -> None:
     """Every lane's rounds follow each other without gap, none longer than a tile; one round less leaves a rest."""
-    made = changed(plan(cut, lanes, tile_bytes), protocol=protocol)
+    made = changed(plan(cut, lanes, tile_bytes), carrier=protocol)
     launch = sizes.launch(made.moves, block_bytes, min_slice_bytes=1024)
     largest = max(last - first for first, last in (sizes.piece_range(block_bytes, cut, i) for i in range(cut)))
     assert 1 <= launch.active_lanes <= lanes

@@ -13,9 +13,10 @@ from plans import changed
 from commdsl import compiler
 from commdsl.build import nvrtc
 from commdsl.build.emit import defines, emit
+from commdsl.machine.carriers import BULK, TMA
 from commdsl.machine.config import from_environment
 from commdsl.program.memory import Transport
-from commdsl.program.moves import BLOCK_SHARED_BYTES, MOST_STAGE_BYTES, Ops, Protocol
+from commdsl.program.moves import BLOCK_SHARED_BYTES, MOST_STAGE_BYTES, Ops
 from commdsl.program.plan import Plan
 from commdsl.program.verify import MOST_BARRIERS, verify
 
@@ -41,7 +42,7 @@ def test_the_plan_is_that_of_bulk(path: Path) -> None:
 def test_stages_fit(lanes: int) -> None:
     """However many lanes share a block, its shared memory holds the stages of all, each in whole lines."""
     made = plans.build(*plans.ring_allgather(2, 2, False)[:3], rotation=2)
-    made = changed(made, protocol=Protocol.TMA, lanes=lanes, sms=1, threads=32)
+    made = changed(made, carrier=TMA, lanes=lanes, sms=1, threads=32)
     verify(made)
     assert 0 < made.moves.shared_bytes <= BLOCK_SHARED_BYTES
     assert 1024 <= made.moves.stage_bytes <= MOST_STAGE_BYTES
@@ -63,5 +64,5 @@ def test_cubin(path: Path, sms: int, rank: int | None) -> None:
 def test_nvshmem_moves_tiles_itself() -> None:
     """A schedule tuned to `tma` is `bulk` where NVSHMEM moves the data."""
     compiled = compiler.compile(SCHEDULES[0], ranks=4, transport=Transport.NVSHMEM, tune=TUNE)
-    assert compiled.plan.moves.protocol is Protocol.BULK
+    assert compiled.plan.moves.carrier == BULK
     assert emit(compiled.plan).digest == compiled.emitted.digest

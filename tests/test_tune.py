@@ -18,14 +18,16 @@ from commdsl.commands.candidates import families_of
 from commdsl.commands.cli import run_command
 from commdsl.ir.resolve import resolve
 from commdsl.machine import resources
+from commdsl.machine.carriers import BULK, measured
 from commdsl.machine.resources import data_dir
 from commdsl.machine.topology import switch
 from commdsl.planner.tuning import selection
 from commdsl.planner.tuning.search import SETTLED, Failure, Search, Times
-from commdsl.planner.tuning.search_space import FAMILIES, GRIDS, LADDERS, first_candidates, in_range, neighbours
+from commdsl.planner.tuning.search_space import FAMILIES, LADDERS, first_candidates, in_range, neighbours
 from commdsl.planner.tuning.selection import COLLECTIVES, Candidate, Measured, Row
 
 SIZES = tuple(1 << power for power in range(10, 31, 2))
+CARRIERS = measured()
 PROTOCOLS = ("packet", "line", "bulk", "engine")
 ROOT = Path(__file__).parent.parent
 
@@ -70,12 +72,12 @@ class FakeBench:
 
 
 def search(bench: FakeBench, sizes: tuple[int, ...] = SIZES) -> Search:
-    return Search("all_reduce", 4, sizes, PROTOCOLS, bench, lambda stage, done, total: None)
+    return Search("all_reduce", 4, sizes, CARRIERS, bench, lambda stage, done, total: None)
 
 
 def everything() -> set[Candidate]:
     """The whole of the space that single steps reach."""
-    reached = set(first_candidates(FAMILIES["all_reduce"], PROTOCOLS))
+    reached = set(first_candidates(FAMILIES["all_reduce"], CARRIERS))
     edge = set(reached)
     while edge:
         edge = {one for candidate in edge for one in neighbours(candidate)} - reached
@@ -95,7 +97,7 @@ def test_the_search_finds_what_is_fast() -> None:
         best = min(
             cost(one, row.measured.nbytes)
             for one in space
-            if in_range(FAMILIES["all_reduce"], one, row.measured.nbytes, PROTOCOLS)
+            if in_range(FAMILIES["all_reduce"], one, row.measured.nbytes, CARRIERS)
         )
         assert row.measured.us <= 1.1 * best
         assert row.measured.second is not None
@@ -147,7 +149,7 @@ def test_time_runs_out() -> None:
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_the_space_is_legal(collective: str) -> None:
     """The language admits every first candidate and its neighbours, and some candidate serves every size."""
-    first = first_candidates(FAMILIES[collective], PROTOCOLS)
+    first = first_candidates(FAMILIES[collective], CARRIERS)
     reached = {one for candidate in first for one in (candidate, *neighbours(candidate))}
     schedules = {path.stem: path for path in (data_dir("schedules") / "collectives").glob("*.comm")}
     files = compiler.read(schedules["alltoall_direct"])
@@ -155,13 +157,15 @@ def test_the_space_is_legal(collective: str) -> None:
         resolve(files, compiler.choose(files, None), 4, switch(4), {}, dict(tune))
     for schedule, params in sorted({(one.schedule, one.params) for one in reached}):
         compiler.check(schedules[schedule], ranks=4, params=dict(params))
-    assert all(any(in_range(FAMILIES[collective], one, size, PROTOCOLS) for one in first) for size in SIZES)
+    assert all(any(in_range(FAMILIES[collective], one, size, CARRIERS) for one in first) for size in SIZES)
 
 
 def test_the_grid_is_on_the_ladders() -> None:
     """Refinement can leave every value of the grid both ways."""
-    for protocol, grid in GRIDS.items():
-        tiles = LADDERS["line tile" if protocol == "line" else "tile"]
+    grids = [carrier.grid for carrier in CARRIERS if carrier.grid is not None]
+    assert len(grids) == len(PROTOCOLS)
+    for grid in grids:
+        tiles = grid.ladder
         for values, ladder in ((grid.lanes, LADDERS["lanes"]), (grid.threads, LADDERS["threads"]), (grid.tiles, tiles)):
             assert all(ladder[0] < value < ladder[-1] and value in ladder for value in values if value is not None)
 
@@ -251,7 +255,7 @@ def test_built_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from commdsl.runtime import ahead
 
     monkeypatch.setenv("COMMDSL_CACHE_DIR", str(tmp_path))
-    candidates = first_candidates(FAMILIES["all_gather"], ("bulk",))[:3]
+    candidates = first_candidates(FAMILIES["all_gather"], (BULK,))[:3]
     first, second = (ahead.Ahead(rank, 2, workers=1) for rank in range(2))
     for one in (first, second):
         one.build(candidates, torch.device("cpu"), "float32")

@@ -13,6 +13,7 @@ from commdsl.ir.schedules import Tuning
 from commdsl.language.diagnostics import CommError, render_full
 from commdsl.language.parsed import parse
 from commdsl.language.source import Source
+from commdsl.machine.carriers import BULK, ENGINE, LINE, PACKET
 from commdsl.machine.topology import switch
 
 TEXT = """roles overlap { compute sms 0 ..< 116   comm sms 116 ..< 132 }
@@ -60,7 +61,7 @@ def fault(schedule: str, **tune: int | str) -> tuple[str, str]:
 def test_text() -> None:
     """Every key has its place, and what is not tuned is left open."""
     assert tuning("plain") == Tuning()
-    assert tuning("tuned") == Tuning(lanes=16, protocol="packet", sms=8)
+    assert tuning("tuned") == Tuning(lanes=16, carrier=PACKET, sms=8)
     assert tuning("sharing") == Tuning(lanes=32)
 
 
@@ -68,9 +69,9 @@ def test_override() -> None:
     """An override stands in place of entries of its name; the others stay."""
     whole = {"lanes": 8, "threads": 512, "tile": 4096, "protocol": "line", "sms": 4}
 
-    assert tuning("plain", **whole) == Tuning(8, 512, 4096, "line", 4)
-    assert tuning("plain", protocol="engine", tile=1 << 20) == Tuning(tile_bytes=1 << 20, protocol="engine")
-    assert tuning("tuned", lanes=24, protocol="bulk") == Tuning(lanes=24, protocol="bulk", sms=8)
+    assert tuning("plain", **whole) == Tuning(8, 512, 4096, LINE, 4)
+    assert tuning("plain", protocol="engine", tile=1 << 20) == Tuning(tile_bytes=1 << 20, carrier=ENGINE)
+    assert tuning("tuned", lanes=24, protocol="bulk") == Tuning(lanes=24, carrier=BULK, sms=8)
 
 
 @pytest.mark.parametrize(

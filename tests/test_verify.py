@@ -11,8 +11,9 @@ import pytest
 from plans import CELL, FAMILIES, Op, build, changed
 
 from commdsl.language.diagnostics import InternalError
+from commdsl.machine.carriers import PACKET
 from commdsl.program.memory import Rights, Tensor
-from commdsl.program.moves import MOST_DESTS, OpKind, Protocol
+from commdsl.program.moves import MOST_DESTS, OpKind
 from commdsl.program.plan import Plan
 from commdsl.program.proof.memory import memory
 from commdsl.program.proof.rounds import Round
@@ -74,7 +75,7 @@ BROKEN = [
     (field(lanes=0), "lanes is 0"),
     (field(threads=100), "threads is 100"),
     (field(tile_bytes=24), "tile_bytes is 24"),
-    (field(protocol="bulk"), "protocol is 'bulk'"),
+    (field(carrier="bulk"), "carrier is 'bulk'"),
     (field(has_reduction=False), "only moves bytes"),
     (field(signals_per_round=np.zeros((3, 3))), "signals_per_round is not"),
     (field(alias_safe=("x",)), "alias_safe names `x`"),
@@ -159,7 +160,7 @@ def test_lanes_fit_their_blocks() -> None:
 def test_data_with_its_flag_is_pushed() -> None:
     """A peer's cell is polled by the rank that has it only: nothing is read across the link."""
     with pytest.raises(InternalError, match="data with its flag is read by the rank that has it"):
-        verify(changed(plan(), protocol=Protocol.PACKET))
+        verify(changed(plan(), carrier=PACKET))
 
 
 def test_tables_are_vectors_of_int32() -> None:

@@ -16,11 +16,11 @@ from commdsl.build import host_run
 from commdsl.checks import check_plan
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import InternalError, render_full
+from commdsl.machine.carriers import BULK, ENGINE
 from commdsl.machine.dtypes import BY_NAME
 from commdsl.machine.resources import data_dir
 from commdsl.program.launches import Launch, Return, Visit, described
 from commdsl.program.memory import Kept
-from commdsl.program.moves import Protocol
 from commdsl.program.plan import Plan
 from commdsl.program.tasks import Tasks
 from commdsl.program.verify import verify
@@ -167,10 +167,10 @@ def test_the_copy_engine_has_what_only_moves(name: str) -> None:
     tune = {"protocol": "engine"}
     plan = compiler.check(FOLDER / f"attention_{name}_backward.comm", ranks=4, tune=tune).visits
     assert plan is not None
-    found = {(moves.has_reduction, moves.protocol, moves.sms) for moves in segments(plan)}
-    last = {(True, Protocol.BULK, 132)} if name == "direct" else set()
+    found = {(moves.has_reduction, moves.carrier, moves.sms) for moves in segments(plan)}
+    last = {(True, BULK, 132)} if name == "direct" else set()
 
-    assert found == {(False, Protocol.ENGINE, 1), (True, Protocol.BULK, 16)} | last
+    assert found == {(False, ENGINE, 1), (True, BULK, 16)} | last
 
 
 @pytest.mark.parametrize("name", ["rotation_ring", "rotation_carry"])

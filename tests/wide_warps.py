@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from commdsl.build import host
-from commdsl.build.calls import BACK
 from commdsl.build.emit import emit
 from commdsl.build.headers import include_dir
 from commdsl.machine.config import from_environment
@@ -236,7 +235,7 @@ def built(plan: Plan, dtype: str, folder: Path) -> Callable[[bytes, int, Sequenc
     arguments are given, and how many rows each rank has; whether none was refused.
     """
     between = ADD_UP if plan.push_back.crossing is not None else ""
-    library = linked(plan, dtype, folder, BACK[plan.push_back.each], between)
+    library = linked(plan, dtype, folder, plan.push_back.each.called, between)
 
     def run(arguments: bytes, phase: int, rows: Sequence[int]) -> bool:
         held = ctypes.create_string_buffer(arguments, len(arguments))

@@ -8,42 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import assert_never
+from operator import itemgetter
 
 import numpy as np
 
 from commdsl.ir.functions import ROWWISE, Extent
-from commdsl.language.diagnostics import InternalError
 from commdsl.program.by_row import ByRow
 from commdsl.program.halves import cut_of
-from commdsl.program.memory import Counters, Words
-from commdsl.program.phases import (
-    Actor,
-    AddUp,
-    Count,
-    Each,
-    FillByKey,
-    Finish,
-    FinishBack,
-    Forward,
-    Host,
-    Meet,
-    Push,
-    PushAgain,
-    PushBack,
-    PushByKey,
-    PushStraight,
-    Ranks,
-    Read,
-    Routed,
-    Tell,
-)
+from commdsl.program.phases import Meet, Push, Routed
 from commdsl.program.plan import Plan
-from commdsl.program.waves import ends_wave, num_waves, sends_wave
-from commdsl.program.wording import described
-
-RANKS = {Ranks.OWN: "commdsl::Ranks::kOwn", Ranks.OTHERS: "commdsl::Ranks::kOthers", Ranks.ALL: "commdsl::Ranks::kAll"}
-BACK = {Each.ENTRY: "rows", Each.RANK: "sums", Each.NODE: "sums", Each.WORD: "words"}
+from commdsl.program.waves import num_waves
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +36,7 @@ def calls(plan: Plan) -> Iterator[Line]:
         yield from (moves,) if plan.by_row is None else _by_row(plan.by_row, moves)
         return
     yield Line("what threads of a lane share", f"COMMDSL_SHARED commdsl::{known(plan)}<Plan> peers;")
-    routed = tuple(phase for phase in plan.comm.phases if isinstance(phase, Routed))
+    routed = plan.comm.routed
     yield from _in_waves(routed) if num_waves(routed) > 1 else _in_turn(routed)
     yield Line("what is reported when all is done", "commdsl::end(here, peers);")
 
@@ -105,21 +79,22 @@ def _in_turn(routed: tuple[Routed, ...]) -> Iterator[Line]:
 def _in_waves(routed: tuple[Routed, ...]) -> Iterator[Line]:
     """As `waves.in_order` has them, of as many waves as there are."""
     last = "commdsl::num_waves(peers)"
-    opened = {
-        sends_wave: ("what sends a wave, if there is one more", f"{SENDS} && wave < {last}) {{"),
-        ends_wave: ("what finishes the one before", f"{FINISHES} && commdsl::finishes(here, peers, wave - 1)) {{"),
-    }
+    opened = (
+        ("what sends a wave, if there is one more", f"{SENDS} && wave < {last}) {{"),
+        ("what finishes the one before", f"{FINISHES} && commdsl::finishes(here, peers, wave - 1)) {{"),
+    )
     numbered = list(enumerate(routed))
-    begin, end = (index(one for one in numbered if sends_wave(one[1]) or ends_wave(one[1])) for index in (min, max))
+    sends = [one for one in numbered if one[1].sends_wave]
+    ends = [one for one in numbered if one[1].ends_wave]
+    begin, end = min(sends + ends, key=itemgetter(0)), max(sends + ends, key=itemgetter(0))
     yield _line(routed[0], 0)
     yield Line("in one launch, and in the first of two", f"{SENDS}) {{")
     yield from (_line(phase, number, 1) for number, phase in numbered[1 : begin[0]])
     yield RECALLS
     yield Line("wave after wave", f"for (commdsl::i32 wave = 0; wave <= {last}; ++wave) {{")
-    for is_of, opens in opened.items():
+    for opens, wave, of_wave in zip(opened, ("wave", "wave - 1"), (sends, ends), strict=True):
         yield Line(*opens, 1)
-        wave = "wave" if is_of is sends_wave else "wave - 1"
-        yield from (_line(phase, number, 2, wave) for number, phase in numbered if is_of(phase))
+        yield from (_line(phase, number, 2, wave) for number, phase in of_wave)
         yield Line("", "}", 1)
     yield Line("", "}")
     yield Line("the first of two ends here", KEEPS)
@@ -127,7 +102,7 @@ def _in_waves(routed: tuple[Routed, ...]) -> Iterator[Line]:
 
 
 def _line(phase: Routed, number: int, depth: int = 0, wave: str = "") -> Line:
-    return Line(f"{number}: {described(phase)}", _call(phase, number, wave), depth)
+    return Line(f"{number}: {phase.description}", phase.call(number, wave), depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +124,7 @@ def agree_text(plan: Plan) -> AgreeText | None:
     bits = np.zeros((ranks, 32 * width), np.uint8)
     bits[:, :ranks] = one.heard
     words = np.packbits(bits, axis=1, bitorder="little").view("<u4")
-    tell = Line(one.told, f"commdsl::tell_call<Plan, {RANKS[one.tells]}>(args);")
+    tell = Line(one.told, f"commdsl::tell_call<Plan, {one.tells.code}>(args);")
     meet = Line(one.met, f"commdsl::meet_calls<Plan, {one.behind}>(args, number);")
     lines = tuple(", ".join(f"0x{word:x}u" for word in row) + "," for row in words.tolist())
     return AgreeText(tell, meet, width, lines)
@@ -157,14 +132,7 @@ def agree_text(plan: Plan) -> AgreeText | None:
 
 def known(plan: Plan) -> str:
     """What a lane knows of its peers: by what its rows go."""
-    for phase in plan.phases:
-        if isinstance(phase, PushByKey):
-            return "Keyed"
-        if isinstance(phase, PushAgain):
-            return "Again"
-        if isinstance(phase, PushBack):
-            return "Returning"
-    return "Peers"
+    return next((phase.peers for phase in plan.comm.routed if phase.peers), "Peers")
 
 
 def tile_calls(plan: Plan) -> Iterator[Line]:
@@ -174,68 +142,3 @@ def tile_calls(plan: Plan) -> Iterator[Line]:
             "tiles: the operations of the rank, round after round, for every lane that this block serves",
             "commdsl::run_tiles<Plan>(args, block, blocks);",
         )
-
-
-def _call(phase: Routed, number: int, wave: str = "") -> str:
-    given = f"here, peers, {wave}" if wave else "here, peers"
-    match phase:
-        case Read(what=Counters()):
-            return (
-                "const commdsl::Call<Plan> here = commdsl::read_calls<Plan>(args, lane);\n"
-                "  if (!commdsl::begin(here)) return;"
-            )
-        case Read():
-            return f"{_guard(phase.by)}commdsl::read_{phase.what.name}(here, peers);"
-        case Tell(what=Counters(is_shared=False, name="calls")):
-            return f"{_guard(phase.by)}commdsl::tell_calls(here);"
-        case Tell(what=Words(name="addresses")):
-            # A lane prepares what it knows of itself while its peers read where its results are.
-            told = f"{_guard(phase.by)}commdsl::tell_addresses<{RANKS[phase.to]}>(here, peers);"
-            return f"{told}\n  commdsl::prepare(here, peers);"
-        case Tell():
-            if isinstance(phase.what, Words):
-                given = "here, peers"
-            elif not wave:
-                given = "here"
-            return f"{_guard(phase.by)}commdsl::tell_{phase.what.name}<{RANKS[phase.to]}>({given});"
-        case Meet():
-            told = f"commdsl::meet_{phase.what.name}<{number}, {RANKS[phase.of]}, {phase.calls_back}>({given})"
-            who = (
-                "lane == 0 && "
-                if phase.by is Actor.FIRST
-                else "lane != 0 && here.is_busy() && "
-                if phase.is_spare
-                else ""
-            )
-            return f"if ({who}!{told}) return;"
-        case Push():
-            return "commdsl::push_waiting(here, peers, ahead);"
-        case PushStraight():
-            return "commdsl::push_straight(here, peers, ahead);"
-        case Count():
-            return "commdsl::count(here, peers);"
-        case PushByKey():
-            return "commdsl::push_by_key(here, peers);"
-        case PushAgain():
-            return "commdsl::push_again(here, peers);"
-        case Forward():
-            return "commdsl::forward(here, peers);"
-        case AddUp():
-            return "commdsl::add_up(here, peers);"
-        case FillByKey():
-            return "commdsl::fill(here, peers);"
-        case PushBack():
-            return f"commdsl::push_{BACK[phase.each]}({given});"
-        case FinishBack():
-            return f"commdsl::finish_{BACK[phase.each]}({given});"
-        case Finish():
-            done = "finish(here)" if phase.left is None else "finish_beside(here, peers, ahead)"
-            return f"{'if (here.is_busy()) ' if phase.is_spare else ''}commdsl::{done};"
-        case Host():
-            raise InternalError(f"{phase.name} is the caller's, not the lanes'")
-        case _:
-            assert_never(phase)
-
-
-def _guard(by: Actor) -> str:
-    return "if (lane == 0) " if by is Actor.FIRST else ""

@@ -9,12 +9,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from commdsl.ir.dispatches import Often
 from commdsl.program.actors import printed
-from commdsl.program.crossing import Pushing, num_crossing
 from commdsl.program.memory import Words
-from commdsl.program.moves import KIND_OF, STAGE_MARKS_BYTES, STAGES, Protocol
-from commdsl.program.phases import FinishBack, Push, PushAgain, PushBack, PushByKey, Routed
+from commdsl.program.moves import KIND_OF, STAGE_MARKS_BYTES, STAGES
 from commdsl.program.plan import Plan, heap_layout
 from commdsl.program.stages import WARP_STAGE_BYTES, carries, warp_stages
 from commdsl.program.waves import num_waves
@@ -39,7 +36,7 @@ def static_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
     yield "u64", "kFlagsPerLane", moves.flags_per_lane
     yield "u64", "kFlagsBytes", moves.flags_bytes
     yield "u64", "kCellsOffset", moves.cells_offset
-    if moves.protocol is Protocol.TMA:
+    if moves.carrier.stages_in_shared:
         yield "u64", "kStages", STAGES
         yield "u64", "kStageBytes", moves.stage_bytes
         yield "u64", "kMarksBytes", STAGE_MARKS_BYTES
@@ -56,36 +53,8 @@ def routed_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
     yield "i32", "kNumRanks", plan.num_ranks
     yield "i32", "kKeys", len(plan.key_positions)
     yield "bool", "kIsCut", int(plan.halves is not None)
-    for phase in plan.comm.phases:
-        match phase:
-            case Push():
-                yield "i32", "kNumRows", len(phase.given)
-            case PushByKey():
-                yield "i32", "kNumRows", len(phase.to)
-                yield "i32", "kTensors", len(phase.rows)
-                yield from _given(phase.stretches)
-                yield "i32", "kValueAt", -1 if phase.value is None else phase.at(phase.value.name)
-                yield "i32", "kMatesAt", phase.at("mates")
-                yield "i32", "kIndexAt", phase.at("index")
-                yield "i32", "kOften", list(Often).index(phase.often)
-                yield "u64", "kAligned", phase.aligned
-                yield from _nodes(plan, phase)
-            case PushAgain():
-                yield "i32", "kNumRows", 1
-                yield "i32", "kTensors", 1
-                yield from _given((0,))
-                yield "i32", "kOften", list(Often).index(phase.often)
-                yield "u64", "kAligned", phase.aligned
-                yield from _nodes(plan, phase)
-            case PushBack():
-                yield "bool", "kAddsHere", int(phase.each.is_sum)
-                yield "bool", "kWeighsHere", int(phase.weights is not None)
-                yield "i32", "kWaves", num_waves(one for one in plan.comm.phases if isinstance(one, Routed))
-                yield from _nodes(plan, phase)
-            case FinishBack():
-                yield "bool", "kWeighs", int(phase.weights is not None)
-            case _:
-                pass
+    for phase in plan.comm.routed:
+        yield from phase.constants(plan.num_ranks, num_waves(plan.comm.routed))
     yield "u64", "kLanes", plan.comm.lanes
     if carries(plan):
         yield "u64", "kStages", warp_stages(plan)
@@ -98,17 +67,3 @@ def routed_constants(plan: Plan) -> Iterator[tuple[str, str, int]]:
             yield "i32", "kKeptWords", len(memory.values)
     for memory, at in layout.offsets:
         yield "u64", f"k{memory.name.capitalize()}At", at
-
-
-def _nodes(plan: Plan, phase: Pushing) -> Iterator[tuple[str, str, int]]:
-    """Ranks of a node, and in how many memories what crosses lies; where rows go straight there is one node."""
-    yield "i32", "kNode", phase.node or plan.num_ranks
-    if phase.crossing is not None:
-        yield "i32", "kCrossing", num_crossing(phase)
-
-
-def _given(stretches: tuple[int, ...]) -> Iterator[tuple[str, str, int]]:
-    """How many tensors rows are of, and in what stretches they travel in float8: of as many as a dispatch may have."""
-    yield "i32", "kGiven", len(stretches)
-    for tensor, stretch in enumerate((*stretches, 0, 0, 0)[:3]):
-        yield "i32", f"kStretch{tensor}", stretch

@@ -27,8 +27,8 @@ from commdsl.machine.shortage import explained
 from commdsl.program.actors import printed
 from commdsl.program.arguments import arguments
 from commdsl.program.memory import Transport
-from commdsl.program.moves import CELL, Casts, Moves, OpKind, Ops, Origin, Protocol
-from commdsl.program.phases import Push, PushAgain, PushBack
+from commdsl.program.moves import CELL, Casts, Moves, OpKind, Ops, Origin
+from commdsl.program.phases import Push
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import first_blocks, known_lengths
 
@@ -200,24 +200,21 @@ def _kernel(plan: Plan) -> Kernel:
 def _headers(plan: Plan) -> tuple[str, ...]:
     if plan.is_static:
         more = (plan.tiles, "tiles.cuh"), (plan.by_row, "by_row.cuh"), (plan.moves.casts, "casts.cuh")
-        flags = ("flags.cuh",) if _is_engine(plan) else ()
+        flags = ("flags.cuh",) if _has_only_flags(plan) else ()
         return ("kernel.cuh", *flags, *(name for phase, name in more if phase is not None))
-    if any(isinstance(phase, PushAgain) for phase in plan.phases):
-        return ("again.cuh",)
-    if any(isinstance(phase, PushBack) for phase in plan.phases):
-        return ("back.cuh",) if plan.push_back.crossing is None else ("sums.cuh",)
-    return ("keys.cuh",) if plan.key_positions else ("rows.cuh",)
+    return tuple(phase.header for phase in plan.comm.routed if phase.pushes)
 
 
 def _form(plan: Plan) -> str:
     if plan.tiles is not None:
         return "COMMDSL_ROLES"
     form = "COMMDSL_KERNEL" if plan.agreeing_blocks else "COMMDSL_LANES"
-    return "COMMDSL_FLAGS" if _is_engine(plan) else form
+    return "COMMDSL_FLAGS" if _has_only_flags(plan) else form
 
 
-def _is_engine(plan: Plan) -> bool:
-    return plan.is_static and plan.moves.protocol is Protocol.ENGINE
+def _has_only_flags(plan: Plan) -> bool:
+    """Whether the host issues the copies, and the kernel raises and awaits the flags between them."""
+    return plan.is_static and not plan.moves.carrier.runs_on_sms
 
 
 def _tables(moves: Moves, ops: Ops) -> MovesText:
@@ -225,7 +222,7 @@ def _tables(moves: Moves, ops: Ops) -> MovesText:
     places = _blocks(ops.source_space, ops.source_index, np.repeat(ops.cut, np.diff(ops.source_begin)))
     return MovesText(
         in_constant_memory=_table_bytes(moves, ops) <= CONSTANT_BYTES,
-        wire=WIRES[moves.protocol],
+        wire=moves.carrier.wire,
         has_reduction=moves.has_reduction,
         operation=("COMMDSL_OP" if moves.asks else moves.named[0]) if moves.has_reduction else "",
         reduces_remotely=reduces_remotely(moves),
@@ -247,15 +244,6 @@ def _casts(casts: Casts) -> CastsText:
     return CastsText(code, _lines(tuple(casts.dest.tolist())), _lines(tuple(casts.source.tolist())))
 
 
-WIRES = {
-    Protocol.BULK: "Bulk",
-    Protocol.PACKET: "Packet",
-    Protocol.LINE: "Line",
-    Protocol.TMA: "Tma",
-    Protocol.ENGINE: "Bulk",
-}
-
-
 def _blocks(space: Ints, index: Ints, cut: Ints) -> Ints:
     """Cells by their number, chunks by the block they are in: which piece of it they are is the operation's."""
     return np.where(space == CELL, index, index // cut).astype(np.int32)
@@ -263,7 +251,7 @@ def _blocks(space: Ints, index: Ints, cut: Ints) -> Ints:
 
 def _senders(moves: Moves, ops: Ops) -> Ints:
     """For each source the rank it lies on; where data carries its flag, the one it comes from: a report names it."""
-    if not moves.protocol.carries_flags:
+    if not moves.carrier.has_flags_in_data:
         return ops.source_rank
     writes, reads = np.flatnonzero(ops.dest_space == CELL), np.flatnonzero(ops.source_space == CELL)
     writer = np.zeros((moves.num_ranks, max(moves.num_cells, 1)), np.int32)
@@ -376,7 +364,7 @@ def defines(plan: Plan, dtype: str, op: str, rank: int | None = None) -> tuple[s
     macros: tuple[str, ...] = (f"COMMDSL_DTYPE={ELEMENTS.get(dtype, dtype)}",) if plan.moves.has_elements else ()
     if plan.moves.asks:
         macros = (*macros, f"COMMDSL_OP={op}")
-    if rank is None or plan.moves.protocol is Protocol.ENGINE:
+    if rank is None or not plan.moves.carrier.runs_on_sms:
         return macros
     first, last = np.searchsorted(plan.moves.ops.leaders, plan.moves.ops.rank_begin[rank : rank + 2])
     return (*macros, f"COMMDSL_RANK={rank}") if last - first <= SHORT_PROGRAM else macros

@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.build.host_ranks import Kernel, Running, Seats, Values, run_ranks, seats
-from commdsl.program.arguments import is_cast_far, is_staged
-from commdsl.program.crossing import Crossing, Pushing, crossing_of, waiting_a_row
+from commdsl.program.crossing import Crossing, crossing_of, waiting_a_row
 from commdsl.program.memory import Words
-from commdsl.program.phases import Each, FillByKey
+from commdsl.program.phases import Each, FillByKey, Pushing
 from commdsl.program.plan import Plan, heap_layout, slot_bytes
 
 LINE = 256
@@ -165,14 +164,14 @@ def _cast(call: KeysCall, plan: Plan) -> dict[str, int | Sequence[int]]:
         return {}
     stretches = zip(call.tensors, plan.push_by_key.stretches, strict=True)
     found: dict[str, int | Sequence[int]] = {"elements": [ELEMENTS[of[0].dtype] if by else 0 for of, by in stretches]}
-    if is_cast_far(plan):
+    if plan.push_by_key.is_cast_far(plan.transport):
         found |= {"staging": _line(plan.symmetric_bytes), "staged_bytes": _staged_bytes(call, plan)}
     return found
 
 
 def _staged_bytes(call: KeysCall, plan: Plan) -> int:
     """Of a row of any tensor in float8, with its scales."""
-    if not is_cast_far(plan):
+    if not plan.push_by_key.is_cast_far(plan.transport):
         return 0
     return _line(max(_width([one]) for one in arriving(call, 0, plan)) * 2 + 16)
 
@@ -340,7 +339,8 @@ def _run_back(
     crossing = _crossing(plan, plan.push_back, [([_width(one.rows)], one.call) for one in calls])
     staging = begin + _line(rooms * width) + crossing.size
     where = seats(plan, staging + plan.comm.lanes * width)
-    fixed: Values = {"waiting": begin, "waiting_rows": rooms, **({"staging": staging} if is_staged(plan) else {})}
+    staged = {"staging": staging} if plan.push_back.is_staged(plan.transport) else {}
+    fixed: Values = {"waiting": begin, "waiting_rows": rooms, **staged}
     fixed = {**fixed, **crossing.arguments(begin + _line(rooms * width))}
     values, places = [], []
     for one in calls:

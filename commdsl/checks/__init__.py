@@ -5,14 +5,14 @@ runs only when the earlier ones found no error, because it relies on what they p
 message. A new law is a function and a line here. Does not raise.
 
     locations, contributions, route_laws   what the laws are stated on: places, what each holds, rows
-    cycles, topology, roles, engine, settings   what the machine has
+    cycles, topology, roles, settings   what the machine has
     bounds, inputs, overlap, undefined, size_classes, lengths, classes   what a step may touch
     casts, operations   in which element type it travels, and how it is combined
     promises, conservation, factors, epilogues, rotations, returns, determinism   what is promised, and kept
     places, exchanges   where a function finds what it is handed
     useless, untouched   what is in vain
     plans, routes   a plan of documents and where its rows go
-    built, chains, tasks   what no kernel runs
+    built, chains   what no kernel runs
     rest   what there is to judge where moves have no meaning
 """
 
@@ -29,7 +29,6 @@ from commdsl.checks.chains import chained_products
 from commdsl.checks.classes import mixed_types, own_units, unknown_units
 from commdsl.checks.conservation import broken_contracts
 from commdsl.checks.cycles import broken_cycles
-from commdsl.checks.engine import combining_engine
 from commdsl.checks.epilogues import unfinished_results
 from commdsl.checks.factors import unsaid_factors, wrong_pairs
 from commdsl.checks.inputs import writes_to_input
@@ -45,7 +44,7 @@ from commdsl.checks.returns import broken_returns
 from commdsl.checks.roles import broken_roles, roles_of_dispatch, unused_roles
 from commdsl.checks.rotations import broken_rotations
 from commdsl.checks.routes import lost_rows, not_identity, overlapping_rows, wrong_keys
-from commdsl.checks.settings import idle_landing, idle_matmul, parting_tile
+from commdsl.checks.settings import combining_engine, idle_landing, idle_matmul, parting_tile
 from commdsl.checks.size_classes import unequal_sizes
 from commdsl.checks.topology import missing_links
 from commdsl.checks.undefined import undefined_reads

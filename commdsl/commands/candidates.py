@@ -13,7 +13,7 @@ from commdsl.commands.arguments import Place, UsageError
 from commdsl.commands.jobs import read
 from commdsl.language.syntax import Ensure, NamedContract, ScheduleDecl
 from commdsl.machine import resources
-from commdsl.planner.tuning.search_space import GRIDS, Family
+from commdsl.planner.tuning.search_space import Family
 from commdsl.planner.tuning.selection import Params
 
 Families: TypeAlias = tuple[tuple[str, Family], ...]
@@ -40,7 +40,7 @@ def _families(place: Place, params: Params) -> Families:
     decls = [decl for decl in compiler.declared(files, ScheduleDecl) if place.name in (None, decl.name.text)]
     if not decls:
         raise UsageError(f"{place.path} declares no schedule")
-    return tuple((collective_of(decl), Family(_place_text(place, decl), tuple(GRIDS), (params,))) for decl in decls)
+    return tuple((collective_of(decl), Family(_place_text(place, decl), params=(params,))) for decl in decls)
 
 
 def collective_of(decl: ScheduleDecl) -> str:

@@ -17,14 +17,13 @@ from commdsl.commands.arguments import UsageError
 from commdsl.compiler import Checked, CompiledDispatch, CompiledSchedule
 from commdsl.machine import dtypes
 from commdsl.machine.config import from_environment
-from commdsl.program.moves import Moves, Protocol
+from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan
 from commdsl.program.visited import launches, plan_of, segments
 
 SUMMED = ("float32", "float16", "bfloat16")
 """What a dispatch adds up."""
 
-FIRST_TMA = 90
 """The first architecture with bulk copies through shared memory."""
 
 
@@ -121,10 +120,10 @@ def _launched(checked: CompiledSchedule, variants: Variants) -> list[tuple[Plan,
 
 def _macros(plan: Plan, variants: Variants) -> list[tuple[str, ...]]:
     """As a rank of the GPU asks for them; where nothing is reduced there is no element type."""
-    if plan.moves.protocol is Protocol.TMA:
-        for arch in variants.archs:
-            if int(arch.removeprefix("sm_")) < FIRST_TMA:
-                raise UsageError(f"`{plan.name}` is tuned to `protocol tma`, which {arch} does not have")
+    carrier = plan.moves.carrier
+    for arch in variants.archs:
+        if not carrier.runs_on(int(arch.removeprefix("sm_")) // 10):
+            raise UsageError(f"`{plan.name}` is tuned to `protocol {carrier.name}`, which {arch} does not have")
     asked = product(variants.dtypes, variants.ops, range(plan.num_ranks))
     pairs = [one for one in asked if one[1] in dtypes.BY_NAME[one[0]].ops or not plan.moves.has_reduction]
     if plan.moves.casts is not None:

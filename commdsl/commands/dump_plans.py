@@ -7,21 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import assert_never
 
-from commdsl.ir.dispatches import Often
 from commdsl.program.actors import actors, name_of, num_ranks_of
 from commdsl.program.launches import described as between
 from commdsl.program.memory import words_for
-from commdsl.program.moves import CELL, OpKind, Reason
+from commdsl.program.moves import CELL, Form, OpKind, Reason
 from commdsl.program.moves import Moves as Operations
-from commdsl.program.phases import AddUp, Each, FinishBack, Push, PushAgain, PushBack, PushByKey
 from commdsl.program.plan import Plan
 from commdsl.program.proof.events import Step as Act
 from commdsl.program.proof.events import steps
 from commdsl.program.visited import kept_by, landing, plan_of, segments, started, tasks
-from commdsl.program.wording import form_words
-from commdsl.program.wording import name_of as name_of_phase
 
 
 def plan_text(plan: Plan) -> str:
@@ -69,7 +64,7 @@ def static_lines(plan: Plan) -> list[str]:
     lines = [
         f"plan {plan.name} for {plan.num_ranks} ranks on {plan.topology}",
         f"lanes {plan.moves.lanes} on {plan.moves.sms} SMs  threads {plan.moves.threads}  tile {plan.tile_bytes} bytes"
-        f"  protocol {plan.moves.protocol.value}",
+        f"  protocol {plan.moves.carrier.name}",
         f"cells {plan.moves.num_cells}  rotation {plan.moves.rotation}"
         f"  symmetric {plan.symmetric_bytes} bytes per rank",
         f"may be the same memory: {', '.join(plan.moves.alias_safe) or 'none'}",
@@ -96,11 +91,11 @@ def op_text(moves: Operations, index: int) -> str:
     ops = moves.ops
     sources = ", ".join(
         location(moves, int(ops.source_space[k]), int(ops.source_rank[k]), int(ops.source_index[k]))
-        + form_words(moves, "source", k)
+        + _form_words(moves, "source", k)
         for k in range(int(ops.source_begin[index]), int(ops.source_begin[index + 1]))
     )
     dest = location(moves, int(ops.dest_space[index]), int(ops.dest_rank[index]), int(ops.dest_index[index]))
-    dest += form_words(moves, "dest", index)
+    dest += _form_words(moves, "dest", index)
     verb = OpKind(int(ops.kind[index])).name.lower()
     text = f"     and {dest}" if ops.joined[index] else f"{verb} {dest} <- {sources}"
     if ops.kind[index] == OpKind.HOLD:
@@ -126,6 +121,14 @@ def location(moves: Operations, space: int, rank: int, index: int) -> str:
     return f"cell {index} @ {rank}" if space == CELL else f"{moves.tensors[space].name}[{index}] @ {rank}"
 
 
+def _form_words(moves: Operations, side: str, at: int) -> str:
+    """How an operand is, where values travel in another element type."""
+    if moves.casts is None:
+        return ""
+    form = Form(int(getattr(moves.casts, side)[at]))
+    return {Form.AS_IS: "", Form.CAST: f" as {moves.casts.cast.words}", Form.ROUNDED: " rounded"}[form]
+
+
 def routed_lines(plan: Plan) -> Iterator[str]:
     """The launch constants, then what every lane does in a call: where rows go is data that comes with it."""
     yield f"plan {plan.name} for {plan.num_ranks} ranks on {plan.topology}"
@@ -133,59 +136,14 @@ def routed_lines(plan: Plan) -> Iterator[str]:
     room = f"symmetric {plan.symmetric_bytes} bytes per rank, and what Limits say"
     if plan.key_positions:
         yield from (lanes, room, f"keys {len(plan.key_positions)}, on the device")
-        yield from (_way_there(phase) for phase in plan.comm.phases if isinstance(phase, PushByKey | PushAgain))
-        yield from (_way_back(phase) for phase in plan.comm.phases if isinstance(phase, PushBack | AddUp | FinishBack))
     else:
         put = "packed" if plan.push.packed else "rows"
-        yield from (f"{lanes}  tile {plan.tile_bytes} bytes  put {put}", room, *_tensor_lines(plan.push))
+        yield from (f"{lanes}  tile {plan.tile_bytes} bytes  put {put}", room)
+    yield from (line for phase in plan.comm.routed for line in phase.details)
     yield f"agree: {plan.agreeing}"
     yield "a call, on every rank"
     yield from (f"  {line}" for line in phase_lines(plan))
     yield from (f"  {line}" for line in _launch_lines(plan))
-
-
-def _tensor_lines(push: Push) -> Iterator[str]:
-    for index, (rows, copied) in enumerate(zip(push.given, push.copied, strict=True)):
-        there = "unpacked from a message per peer" if push.packed else "straight to its place"
-        back = "copies wait until they are summed" if copied else "so is its way back"
-        yield f"tensor {index} {rows.name}: {there}; {back}"
-
-
-def _way_there(phase: PushByKey | PushAgain) -> str:
-    """How often a row travels, to where, and what arrives with it."""
-    if isinstance(phase, PushAgain):
-        names, beside = [phase.given.name], "nothing"
-    else:
-        cast = [f" as float8 by {stretch}" if stretch else "" for stretch in phase.stretches]
-        names = [rows.name + how for rows, how in zip(phase.given, cast, strict=True)]
-        beside = ", ".join(rows.name for rows in phase.to[len(phase.given) :])
-    to = {
-        Often.EACH: "to the places of its keys",
-        Often.ONCE: "to the place of its first key there, from which the others are filled",
-        Often.INDEX: "to the place of its first key there",
-    }
-    across = f"; to a node of {phase.node} once, and from there to its ranks" if phase.node else ""
-    apart = "" if phase.aligned == 1 else f", each key's from a multiple of {phase.aligned} on"
-    return f"{', '.join(names)}: {phase.often.value}, {to[phase.often]}{across}{apart}; beside it {beside}"
-
-
-def _way_back(phase: PushBack | AddUp | FinishBack) -> str:
-    """What is made of rows, where they are, and of what has come back."""
-    times = "" if isinstance(phase, AddUp) or phase.weights is None else f" times {phase.weights.name}"
-    match phase:
-        case PushBack(each=Each.RANK | Each.NODE):
-            return f"{phase.given.name}, where it is: a row's places of this rank, by key{times}, in float32, rounded"
-        case AddUp():
-            return f"{phase.to.name}, between: a row's sums of this node, by rank, in float32, rounded"
-        case PushBack():
-            return f"{phase.given.name}, where it is: as it is"
-        case FinishBack(each=Each.WORD):
-            return f"{phase.to.name}, come back: as it came"
-        case FinishBack():
-            order = {Each.RANK: "by rank", Each.NODE: "by node"}.get(phase.each, "by key")
-            return f"{phase.to.name}, come back: {order}{times}, in float32, rounded"
-        case _:
-            assert_never(phase)
 
 
 def phase_lines(plan: Plan) -> Iterator[str]:
@@ -197,7 +155,7 @@ def phase_lines(plan: Plan) -> Iterator[str]:
 def _launch_lines(plan: Plan) -> Iterator[str]:
     """What each launch does of a call that is two."""
     for name, half in zip(("send", "receive"), plan.halves or (), strict=False):
-        yield f"as a launch of its own, {name}: {', '.join(map(name_of_phase, half))}"
+        yield f"as a launch of its own, {name}: {', '.join(phase.name for phase in half)}"
 
 
 def _clauses(step: Act) -> Iterator[str]:

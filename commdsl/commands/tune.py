@@ -23,7 +23,7 @@ from commdsl.commands import output
 from commdsl.commands.arguments import UsageError, parse_bytes
 from commdsl.commands.candidates import Families
 from commdsl.commands.output import Exit
-from commdsl.machine import devices
+from commdsl.machine import carriers, devices
 from commdsl.machine.dtypes import BY_NAME
 from commdsl.overlap import auto
 from commdsl.planner.tuning import selection
@@ -32,12 +32,8 @@ from commdsl.planner.tuning.search_space import Family
 from commdsl.planner.tuning.selection import Row, Table, TableError, size_text
 from commdsl.runtime.errors import GroupError
 
-PROTOCOLS = ("packet", "line", "bulk", "engine")
 MEASURED = tuple(name for name, one in BY_NAME.items() if "sum" in one.ops and name not in ("uint8", "bool"))
 """Element types that hold what is measured with, whole numbers of both signs."""
-
-HOST_PROTOCOLS = ("bulk",)
-"""On the processor a protocol changes no speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +199,7 @@ def search_all(wanted: Wanted, device: str, ranks: int) -> Iterator[Found]:
     from commdsl.overlap.measure import Products  # torch, as below
     from commdsl.runtime import measure  # torch: seconds that a wrong option need not wait for
 
-    protocols = HOST_PROTOCOLS if device == devices.CPU else PROTOCOLS
+    of_device = (carriers.DEFAULT,) if device == devices.CPU else carriers.measured()  # the CPU runs all as fast
     clock = measure.Clock(wanted.seconds)
     everything: tuple[str | Product, ...] = (*wanted.collectives, *wanted.products)
     with progress(shown=measure.is_first()) as shown, measure.builders() as ahead:
@@ -213,10 +209,10 @@ def search_all(wanted: Wanted, device: str, ranks: int) -> Iterator[Found]:
             if isinstance(one, Product):
                 bench: measure.Machine = Products(one.operator, *given, depth=one.depth, columns=one.columns)
                 only = tuple(auto.candidates(one.operator, device))
-                search = Search(one.operator, ranks, wanted.sizes, protocols, bench, watch, only=only)
+                search = Search(one.operator, ranks, wanted.sizes, of_device, bench, watch, only=only)
             else:
                 bench = measure.Machine(one, *given)
-                search = Search(one, ranks, wanted.sizes, protocols, bench, watch, wanted.own_of(one))
+                search = Search(one, ranks, wanted.sizes, of_device, bench, watch, wanted.own_of(one))
             rows = search.run()
             reasons = tuple(failure.reason for failure in search.failures.values())
             yield Found(str(one), rows, len(search.times), reasons, search.skipped)

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from commdsl.ep.float8 import SCALE_BYTES, judge, staged_bytes, stretches_of, travels_in
-from commdsl.program.arguments import is_cast_far, is_staged
-from commdsl.program.crossing import Crossing, Pushing, crossing_of, waiting_a_row
-from commdsl.program.phases import Each, PushAgain, PushBack, PushByKey
+from commdsl.program.crossing import Crossing, crossing_of, waiting_a_row
+from commdsl.program.phases import Each, PushAgain, PushBack, PushByKey, Pushing
 from commdsl.program.plan import Plan
 from commdsl.runtime import given
 from commdsl.runtime.errors import DispatchError, TensorError
@@ -56,7 +55,7 @@ class Limits:
 
     def cast_bytes(self, there: Plan) -> int:
         """Behind it: rows in float8 of each warp, before they go to ranks that are far."""
-        if not is_cast_far(there):
+        if not there.push_by_key.is_cast_far(there.transport):
             return 0
         staged = staged_bytes(self.widths, there.push_by_key.stretches)
         return there.comm.lanes * (there.comm.threads // WARP) * staged
@@ -87,7 +86,8 @@ class Limits:
 
     def staging_bytes(self, back: Plan) -> int:
         """Behind it: a row for each warp, where what goes to ranks that are far is added up."""
-        return back.comm.lanes * (back.comm.threads // WARP) * self.width_back if is_staged(back) else 0
+        is_staged = back.push_back.is_staged(back.transport)
+        return back.comm.lanes * (back.comm.threads // WARP) * self.width_back if is_staged else 0
 
     def judge(self, plan: Plan, back: Plan | None) -> None:
         """Raises DispatchError (C961) for limits that the kernels cannot have."""

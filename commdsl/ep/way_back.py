@@ -11,7 +11,6 @@ import torch
 from commdsl.build.emit import Emitted
 from commdsl.ep.pending import Run
 from commdsl.ep.way_there import Known, addresses
-from commdsl.program.arguments import is_staged
 from commdsl.program.phases import Each, FinishBack
 from commdsl.program.plan import Plan
 from commdsl.runtime.errors import TensorError
@@ -44,7 +43,7 @@ class WayBack:
             "waiting_rows": limits.places(self.plan),
             **crossing.arguments(begin),
         }
-        if is_staged(self.plan):
+        if self.plan.push_back.is_staged(self.plan.transport):
             self._always = {**self._always, "staging": staging}
         self._starts: dict[torch.dtype, Start] = {}
 

@@ -16,6 +16,7 @@ from commdsl.language.diagnostics import CommError, Diagnostic, Label
 from commdsl.language.kinds import BufferKind
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
+from commdsl.machine.carriers import ANOTHER
 
 NUMBER = "float32"
 """As kernels read one, whatever the rows are."""
@@ -55,8 +56,8 @@ def _behind(schedule: Schedule) -> Behind:
         raise _fault(span, "it is not the last step", "write it once, behind everything that moves")
     if any(not isinstance(step, Step) for step in schedule.steps) or schedule.has_products:
         raise _fault(span, "another task, a product or a yield stands beside it", "leave one of them out")
-    if schedule.tuning.protocol == "engine":
-        raise _fault(span, "no lane has the rows: the copy engine moves them", "tune another protocol, as `bulk`")
+    if not schedule.tuning.carrier.runs_on_sms:
+        raise _fault(span, "no lane has the rows: the copy engine moves them", ANOTHER)
     moved = [one for step in schedule.steps[:-1] if isinstance(step, Step) for one in step.moves]
     applied = statements[0].applied
     assert applied is not None

@@ -22,6 +22,7 @@ from commdsl.ir.lengths import Lengths
 from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
+from commdsl.machine.carriers import DEFAULT, Carrier
 from commdsl.machine.topology import Topology
 
 Ints: TypeAlias = NDArray[np.int32]
@@ -57,9 +58,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """The element type that values are rounded to as they travel: float8 (e4m3fn) with a scale, a power of two,
-    for each `stretch` elements of a chunk; bfloat16 or float16 with none.
-    """
+    """The type of values in flight: float8 (e4m3fn), a power of two scaling each `stretch` elements, or 16 bits."""
 
     element: str
     stretch: int = 0
@@ -261,7 +260,7 @@ class Tuning:
     lanes: int | None = None
     threads: int | None = None
     tile_bytes: int | None = None
-    protocol: str | None = None  # bulk, packet, line, tma or engine
+    carrier: Carrier = DEFAULT
     sms: int | None = None  # thread blocks that are launched; None: one a lane
     put: str | None = None  # rows or packed: of a dispatch
     landing: str | None = None  # cells or place: of what visits

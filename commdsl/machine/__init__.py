@@ -11,6 +11,7 @@ unfinished    folders that are being filled -> kept while their process lives, r
 cache         what something depends on -> what was made of it, kept from run to run
 lazy          where names are -> modules that load what a name needs at its use
 devices       the name of a device -> the GPU that it means
+carriers      how data and flags travel between ranks, and what each way can do
 topology      who can send to whom, how fast, through which ports
 cycles        rings and Hamilton decompositions of its links
 dtypes        element types and their reductions

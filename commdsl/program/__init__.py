@@ -6,8 +6,8 @@ by_row        the phase of a row-wise function: what a lane makes of the rows it
 tasks         the phase of matrix products: what each of them waits for, raises and pushes
 tile_tasks    the phase of tiles: what a role computes beside the moves
 arriving      the names of what arrives besides the tensors of a dispatch by keys
-phases        what else a role does, proved by region: tell, meet, push, finish; `wording`: in words
-touches       a phase -> the memory it reads and writes: every store of its body
+touches       accesses of phases to memory
+phases        what else a role does, proved by region: tell, meet, push, finish; a phase says all of itself
 crossing      rows that cross once per node -> the memory in which they wait there
 waves         the phases of a way back -> the order in which lanes run them, wave after wave
 halves        the phases of a call -> those of two launches, one that sends and one that waits for what comes

@@ -13,26 +13,11 @@ from functools import cached_property
 from commdsl.ir.lengths import num_places
 from commdsl.language.diagnostics import InternalError
 from commdsl.program.by_row import ByRow
-from commdsl.program.crossing import Pushing, num_crossing
-from commdsl.program.memory import Home, Transport
+from commdsl.program.memory import Transport
 from commdsl.program.moves import Moves
-from commdsl.program.phases import Count, FillByKey, FinishBack, Push, PushAgain, PushBack, PushByKey
+from commdsl.program.phases import Field
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import first_blocks
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """A member of the struct: one number, or an array of them."""
-
-    name: str
-    count: int | None = None  # None: no array
-    type: str = "u64"
-    is_address: bool = False
-
-    @property
-    def width(self) -> int:
-        return 1 if self.count is None else self.count
 
 
 @dataclass(frozen=True)
@@ -127,65 +112,9 @@ def arguments(plan: Plan) -> Arguments:
                 numbers.append(Field("rounds", type="i32"))
             case ByRow():
                 words.append(Field("row_bytes"))
-            case Push():
-                rows = len(phase.given)
-                words += [
-                    Field("waiting", rows),  # offsets in every heap of where rows wait
-                    Field("waiting_rows", rows),  # room there
-                    Field("table", is_address=True),
-                    Field("inputs", rows, is_address=True),  # tensors that no tile of the table names may be 0
-                    Field("outputs", rows, is_address=True),
-                    Field("row_bytes", rows),
-                    Field("input_rows", rows),
-                    Field("output_rows", rows),
-                ]
-            case Count():
-                words += _KEYS
-            case PushByKey():
-                words += [
-                    Field("inputs", len(phase.given), is_address=True),
-                    *([] if phase.value is None else [Field("values", is_address=True)]),
-                    Field("row_bytes", len(phase.rows)),  # as they travel, with those of scales
-                    *(_CAST if any(phase.stretches) else ()),
-                    *(_STAGED if is_cast_far(plan) else ()),
-                    Field("outputs", len(phase.to), is_address=True),
-                    Field("room"),  # rows of each output
-                    *(Field(name, is_address=True) for name in ("counts", "offsets", "places")),
-                    *_crossing(phase),
-                    *(_MATES if phase.often.is_once else ()),
-                ]
-            case PushAgain():
-                words += [
-                    Field("inputs", 1, is_address=True),
-                    Field("row_bytes", 1),
-                    Field("outputs", 1, is_address=True),
-                    Field("room"),  # rows of the output
-                    *(Field(name, is_address=True) for name in ("counts", "offsets", "places", "origins")),
-                    *_crossing(phase),
-                    *_KEYS,
-                ]
-            case FillByKey():
-                words += [*_MATES, Field("mates", is_address=True)] if phase.mates.home is Home.GIVEN else []
-            case PushBack():
-                words += [
-                    Field("waiting"),  # offset in every heap of where rows wait
-                    Field("waiting_rows"),  # room there
-                    *_crossing(phase),
-                    # Offset in the own heap of a row for each warp, where what goes far is added up.
-                    *([Field("staging")] if is_staged(plan) else []),
-                    Field("given", is_address=True),
-                    Field("given_rows"),  # room there, of which the first have been received
-                    Field("row_bytes"),
-                    Field("origins", is_address=True),
-                    Field("offsets", is_address=True),
-                ]
-                words += [] if phase.mates is None else [*_MATES, Field("mates", is_address=True)]
-                words += [] if phase.weights is None else [Field("weights", is_address=True)]
-            case FinishBack():
-                words += [] if phase.weights is None else [Field("weights", is_address=True)]
-                words += [Field("output", is_address=True), *_KEYS]
             case _:
                 pass
+    words += (field for phase in plan.comm.routed for field in phase.arguments(plan.transport))
     if plan.halves is not None:
         numbers.insert(1, Field("half", type="i32"))  # 0: the call is one launch; 1, 2: the first, the second of two
     words.append(Field("digest"))  # of all that is the same on every rank, in 32 bits
@@ -198,24 +127,3 @@ def _lengths(phase: Moves) -> tuple[Field, ...]:
         return ()
     known = num_places(phase.num_ranks, len(phase.lengths.axes))
     return Field("lengths", known), Field("begins", int(first_blocks(phase)[-1]))
-
-
-def _crossing(phase: Pushing) -> tuple[Field, ...]:
-    """Offsets in every heap of what crosses between nodes, and for how many rows of each source there is room."""
-    return () if phase.crossing is None else (Field("crossing", num_crossing(phase)), Field("crossing_rows"))
-
-
-def is_staged(plan: Plan) -> bool:
-    """Whether a warp adds up rows in the own heap before they go."""
-    return plan.transport is Transport.NVSHMEM and plan.push_back.each.is_sum
-
-
-def is_cast_far(plan: Plan) -> bool:
-    """Whether a warp has rows in float8 in the own heap before they go."""
-    return plan.transport is Transport.NVSHMEM and any(plan.push_by_key.stretches)
-
-
-_CAST = (Field("elements", 3),)  # of tensors that are cast: 0 float32, 1 float16, 2 bfloat16
-_STAGED = (Field("staging"), Field("staged_bytes"))  # offset in the own heap of so many bytes for each warp
-_MATES = (Field("most_rows"),)  # that a rank may have: mates of all ranks' rows lie side by side
-_KEYS = (Field("keys", is_address=True), Field("num_rows"), Field("keys_a_row"))

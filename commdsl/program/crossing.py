@@ -10,13 +10,10 @@ comes or not: for all of them there is room, so none ever waits for room.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 from commdsl.language.records import dataclass
-from commdsl.program.phases import Each, PushAgain, PushBack, PushByKey
+from commdsl.program.phases import Each, PushBack, Pushing
 from commdsl.program.plan import Plan
-
-Pushing: TypeAlias = PushByKey | PushAgain | PushBack
 
 NUMBER_BYTES = 4
 """Of a key, of a place, of a value; of what is told of a row on its way back."""
@@ -52,23 +49,10 @@ def crossing_of(push: Pushing, num_ranks: int, widths: Sequence[int], keys: int,
     """`widths`: bytes of a row of each tensor as it travels, scales too; `keys`: of a row; `rows`: of a rank."""
     if push.crossing is None:
         return Crossing((), 0, 0)
-    nodes, told = num_ranks // push.node, (NUMBER_BYTES * keys,) * (num_crossing(push) - len(widths))
+    nodes, told = num_ranks // push.node, (NUMBER_BYTES * keys,) * (push.num_crossing - len(widths))
     if isinstance(push, PushBack):
         return Crossing((*(width * min(keys, push.node) for width in widths), NUMBER_BYTES), rows, nodes)
     return Crossing((*widths, *told), rows, nodes - 1)
-
-
-def num_crossing(push: Pushing) -> int:
-    """How many memories there are: for rows, by tensor, then for what a row is told with. There that is its keys, their
-    places and its values; back, of how many sums it is and how many lesser nodes have some.
-    """
-    match push:
-        case PushByKey():
-            return len(push.rows) + (2 if push.value is None else 3)
-        case PushAgain():
-            return 3
-        case PushBack():
-            return 2
 
 
 def waiting_a_row(back: Plan, keys: int) -> int:

@@ -14,29 +14,14 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from commdsl.program.memory import Words
-from commdsl.program.phases import (
-    Actor,
-    AddUp,
-    Forward,
-    Meet,
-    PushAgain,
-    PushBack,
-    PushByKey,
-    Ranks,
-    Read,
-    Routed,
-    Tell,
-)
-
-SENDS = PushByKey | PushAgain | Forward | PushBack | AddUp
-"""Phases that send rows to peers."""
+from commdsl.program.phases import Actor, Meet, Ranks, Read, Routed, Tell
 
 Halves: TypeAlias = tuple[tuple[Routed, ...], tuple[Routed, ...]]
 
 
 def cut_of(phases: tuple[Routed, ...]) -> int | None:
     """The number of the first phase that waits for what is sent by key; None where there is none."""
-    last = max((number for number, phase in enumerate(phases) if isinstance(phase, SENDS)), default=len(phases))
+    last = max((number for number, phase in enumerate(phases) if phase.sends_by_key), default=len(phases))
     return next((at for at, phase in enumerate(phases) if at > last and isinstance(phase, Meet)), None)
 
 
@@ -45,17 +30,8 @@ def kept_by(phases: tuple[Routed, ...], num_ranks: int) -> Words | None:
     if cut_of(phases) is None:
         return None
     lanes = tuple(f"lanes {rank}" for rank in range(num_ranks))
-    for phase in phases:
-        match phase:
-            case PushByKey():
-                more = *(f"room {rank}" for rank in range(num_ranks)), *(f"comes {rank}" for rank in range(num_ranks))
-                return Words("kept", (*lanes, *more, "bad"), a_lane=True, is_own=True)
-            case PushBack():
-                rows = (f"rows {rank}" for rank in range(num_ranks))
-                return Words("kept", (*lanes, *rows, "bad", "apart"), a_lane=True, is_own=True)
-            case _:
-                pass
-    return Words("kept", lanes, a_lane=True, is_own=True)
+    more = next(filter(None, (phase.kept(num_ranks) for phase in phases)), ())
+    return Words("kept", (*lanes, *more), a_lane=True, is_own=True)
 
 
 def halves_of(phases: tuple[Routed, ...], num_ranks: int) -> Halves | None:

@@ -19,7 +19,7 @@ from commdsl.ir.functions import PLAIN
 from commdsl.ir.schedules import Yield
 from commdsl.language.records import dataclass
 from commdsl.program.memory import Kept, Rights
-from commdsl.program.moves import Moves, Protocol
+from commdsl.program.moves import Moves
 from commdsl.program.phases import Ranks
 from commdsl.program.tasks import Counter, Product, Stored, Task
 from commdsl.program.touches import Touch
@@ -46,7 +46,7 @@ class Launch:
         """Whether it has an opening, then copies to where they belong, and an end. Cells are used again from call to
         call.
         """
-        return self.moves.protocol is Protocol.ENGINE and self.moves.num_cells == 0
+        return not self.moves.carrier.runs_on_sms and self.moves.num_cells == 0
 
     @property
     def lands(self) -> tuple[Kept, ...]:

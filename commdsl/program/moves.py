@@ -67,7 +67,7 @@ more flag a lane, and one more row of signals_per_round, in which column b is wh
 from __future__ import annotations
 
 from dataclasses import field
-from enum import Enum, IntEnum
+from enum import IntEnum
 from functools import cached_property
 from types import MappingProxyType
 
@@ -78,6 +78,7 @@ from commdsl.ir.lengths import Lengths
 from commdsl.ir.schedules import Cast, Ints
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
+from commdsl.machine.carriers import Carrier
 from commdsl.program.memory import Tensor
 
 UNIT = 16
@@ -102,26 +103,6 @@ class OpKind(IntEnum):
 
 KIND_OF = MappingProxyType({"sum": OpKind.ADD, "prod": OpKind.MULTIPLY, "max": OpKind.MAX, "min": OpKind.MIN})
 """The operations that a text may name."""
-
-
-class Protocol(Enum):
-    """How data and flag travel."""
-
-    BULK = "bulk"  # 16-byte vectors, then one release flag
-    PACKET = "packet"  # words of 16 bytes, 8 of data and 8 of flag: two single-copy atomic halves of 4 + 4
-    LINE = "line"  # lines of 128 bytes, 120 of data and 8 of flag; assumes NVLink keeps a warp's store of one whole
-    TMA = "tma"  # as bulk; a GPU copies through shared memory with bulk copies, which few SMs do as fast as many
-    ENGINE = "engine"  # the copy engine's transfers, then one release flag
-
-    @property
-    def carries_flags(self) -> bool:
-        """Data and flag travel together."""
-        return self in (Protocol.PACKET, Protocol.LINE)
-
-    @property
-    def wire(self) -> tuple[int, int]:
-        """Bytes of data, and bytes they take in a cell."""
-        return {Protocol.PACKET: (8, 16), Protocol.LINE: (120, 128)}.get(self, (16, 16))
 
 
 MOST_DESTS = 8
@@ -254,7 +235,7 @@ class Moves:
     sms: int  # thread blocks, one an SM; the lanes are spread over them
     threads: int  # of a lane
     tile_bytes: int  # of data, per lane and round
-    protocol: Protocol
+    carrier: Carrier
     ops: Ops
     signals_per_round: NDArray[np.int32]  # (num_ranks, or one more, num_ranks): [a, b] signals from a to b
     heard: NDArray[np.bool_]  # (num_ranks, num_ranks): [a, b] in every round a hears of b, if only through others
@@ -290,7 +271,7 @@ class Moves:
     def is_within(self) -> bool:
         """Whether the copy engine moves it, and on every rank alone: then it is the SMs of the GPU that do."""
         rank = np.repeat(np.arange(self.num_ranks), np.diff(self.ops.rank_begin))
-        return self.protocol is Protocol.ENGINE and bool((self.ops.dest_rank == rank).all())
+        return not self.carrier.runs_on_sms and bool((self.ops.dest_rank == rank).all())
 
     @property
     def has_elements(self) -> bool:
@@ -321,8 +302,8 @@ class Moves:
     @property
     def slot_bytes(self) -> int:
         """What a tile takes in a cell."""
-        data, wire = self.protocol.wire
-        return -(-self.tile_bytes // data) * wire + (HEAD_BYTES if self.has_heads else 0)
+        words = -(-self.tile_bytes // self.carrier.payload_bytes)
+        return words * self.carrier.word_bytes + (HEAD_BYTES if self.has_heads else 0)
 
     @property
     def stage_bytes(self) -> int:
@@ -333,7 +314,7 @@ class Moves:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block on a GPU, an equal part for each of its lanes."""
-        if self.protocol is not Protocol.TMA:
+        if not self.carrier.stages_in_shared:
             return 0
         return self.lanes_per_block * (STAGE_MARKS_BYTES + STAGES * self.stage_bytes)
 

@@ -22,10 +22,9 @@ from commdsl.program.launches import Launch, Return, Visit
 from commdsl.program.launches import touches as touches_between
 from commdsl.program.memory import Counters, Kept, Memory, Rows, Tensor, Transport, Words
 from commdsl.program.moves import Moves
-from commdsl.program.phases import Count, FinishBack, Meet, Push, PushAgain, PushBack, PushByKey, Routed
+from commdsl.program.phases import Push, PushAgain, PushBack, PushByKey, Routed
 from commdsl.program.tasks import Tasks
 from commdsl.program.tile_tasks import Tiles
-from commdsl.program.touches import touches
 
 Phase: TypeAlias = Moves | ByRow | Tiles | Routed | Launch | Visit | Tasks | Return
 
@@ -45,6 +44,11 @@ class Role:
     @property
     def lanes_per_block(self) -> int:
         return -(-self.lanes // self.sms)
+
+    @property
+    def routed(self) -> tuple[Routed, ...]:
+        """Its phases that are proved by region."""
+        return tuple(phase for phase in self.phases if isinstance(phase, Routed))
 
     @property
     def is_caller(self) -> bool:
@@ -134,13 +138,13 @@ class Plan:
         """The phases of its two launches, where a call may be made of two: those of rows that go by keys, and back."""
         if self.is_static:
             return None
-        return halves_of(tuple(phase for phase in self.comm.phases if isinstance(phase, Routed)), self.num_ranks)
+        return halves_of(self.comm.routed, self.num_ranks)
 
     @property
     def key_positions(self) -> tuple[int, ...]:
         """In a Plan of rows that go by keys, or come back, where each key stands among all; in others none."""
-        found = {phase.positions for phase in self.phases if isinstance(phase, Count | PushAgain | FinishBack)}
-        return next(iter(found), ())
+        found = (phase.key_positions for role in self.roles for phase in role.routed)
+        return next(filter(None, found), ())
 
     @property
     def is_static(self) -> bool:
@@ -165,7 +169,7 @@ class Plan:
     @property
     def lanes_tell(self) -> bool:
         """Whether what its lanes send tells of the call: the first word of every operation carries its digest."""
-        return self.is_static and not self.is_visited and self.tiles is None and self.moves.protocol.carries_flags
+        return self.is_static and not self.is_visited and self.tiles is None and self.moves.carrier.has_flags_in_data
 
     @property
     def agreeing(self) -> str:
@@ -229,7 +233,7 @@ def heap_layout(plan: Plan) -> HeapLayout:
 
 def _of_halves(plan: Plan) -> tuple[Words, ...]:
     """What the first of two launches leaves to the second."""
-    kept = kept_by(tuple(phase for phase in plan.comm.phases if isinstance(phase, Routed)), plan.num_ranks)
+    kept = kept_by(plan.comm.routed, plan.num_ranks)
     return () if kept is None else (kept,)
 
 
@@ -249,12 +253,7 @@ def memory_of(phase: Phase) -> tuple[Memory, ...]:
         case Launch() | Visit() | Return():
             return tuple(touch.memory for touch in touches_between(phase))
         case _:
-            return tuple(touch.memory for touch in touches(phase)) + _told(phase)
-
-
-def _told(phase: Routed) -> tuple[Memory, ...]:
-    """What a phase waits for without reading it."""
-    return (phase.what,) if isinstance(phase, Meet) else ()
+            return tuple(touch.memory for touch in phase.touches) + phase.waits_for
 
 
 def _only(phases: tuple[Phase, ...], kind: type[One], name: str) -> One:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from commdsl.ir.lengths import place
 from commdsl.ir.schedules import Ints
 from commdsl.program.memory import Tensor
-from commdsl.program.moves import UNIT, Moves, Protocol
+from commdsl.program.moves import UNIT, Moves
 
 DEVICE_MIN_SLICE_BYTES = 8192
 """Of a lane that awaits flags: with less, another lane only adds its own."""
@@ -168,13 +168,13 @@ def launch(
     largest = largest_chunk_bytes(moves, block_bytes)
     if largest == 0:
         # Data that carries flags carries the call, too: a word of it is sent where there is nothing else.
-        alone = int(moves.protocol.carries_flags)
+        alone = int(moves.carrier.has_flags_in_data)
         return Launch(block_bytes, alone, alone, 0, row_bytes=row_bytes)
     lanes = moves.lanes if max_lanes is None else min(moves.lanes, max_lanes)
     unit = lcm(moves.unit, row_bytes or UNIT)
     active = min(lanes, max(1, -(-largest // max(min_slice_bytes, unit))))
     share = lane_share(largest, active, unit)
-    if share <= moves.tile_bytes or moves.protocol.carries_flags or active == 1:
+    if share <= moves.tile_bytes or moves.carrier.has_flags_in_data or active == 1:
         return Launch(block_bytes, active, -(-share // moves.tile_bytes), share, row_bytes=row_bytes)
     stagger = moves.tile_bytes // STAGGERED // moves.unit * moves.unit
     shortest = moves.tile_bytes - (STAGGERED - 1) * stagger
@@ -200,15 +200,13 @@ def round_range(moves: Moves, call: Launch, lane: int, number: int) -> tuple[int
 
 def device_launch(moves: Moves, blocks: Blocks, row_bytes: int = 0) -> Launch:
     """`launch` as the GPU build runs it: where data carries its flag, a word for every thread is enough for a lane."""
-    data, _ = moves.protocol.wire
-    per_thread = {Protocol.PACKET: data, Protocol.LINE: data // 8}.get(moves.protocol, 0)
-    least = per_thread * moves.threads or DEVICE_MIN_SLICE_BYTES
+    least = moves.carrier.thread_bytes * moves.threads or DEVICE_MIN_SLICE_BYTES
     made = launch(moves, blocks, row_bytes, min_slice_bytes=least)
     block_bytes = made.block_bytes
     if row_bytes and block_bytes and (parts := _parts(moves, block_bytes // row_bytes, row_bytes)) > 1:
         share = row_bytes // parts
         return replace(made, active_lanes=block_bytes // share, rounds=-(-share // moves.tile_bytes), share_bytes=share)
-    if moves.protocol is not Protocol.ENGINE:
+    if moves.carrier.runs_on_sms:
         return made
     # The host says where a copy goes, once and for all replays of a graph: so every call starts with the same cells.
     return replace(made, rounds=-(-made.rounds // moves.rotation) * moves.rotation)
@@ -223,7 +221,7 @@ def _parts(moves: Moves, rows: int, row_bytes: int) -> int:
         part, left = divmod(row_bytes, parts)
         return left == part % moves.unit == 0 and part >= DEVICE_MIN_PART_BYTES and rows * parts <= moves.lanes // 2
 
-    alone = not moves.protocol.carries_flags or moves.lanes_per_block > 1
+    alone = not moves.carrier.has_flags_in_data or moves.lanes_per_block > 1
     return 1 if alone else next(filter(fits, (MOST_PARTS, 4, 2)), 1)
 
 

@@ -8,7 +8,6 @@ passes through.
 from __future__ import annotations
 
 from commdsl.program.moves import STAGE_MARKS_BYTES
-from commdsl.program.phases import AddUp, Each, FinishBack, PushBack
 from commdsl.program.plan import Plan
 
 WARP_STAGE_BYTES = 2048
@@ -22,12 +21,7 @@ MOST_WARP_STAGES = 8
 
 def carries(plan: Plan) -> bool:
     """Whether warps add rows up, which pass through stages of their own."""
-    if plan.is_static:
-        return False
-    return any(
-        isinstance(phase, AddUp) or (isinstance(phase, PushBack | FinishBack) and phase.each is not Each.WORD)
-        for phase in plan.comm.phases
-    )
+    return not plan.is_static and any(phase.adds_up for phase in plan.comm.routed)
 
 
 def warp_stages(plan: Plan) -> int:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from commdsl.machine.errors import Error
 from commdsl.program.phases import Routed
 from commdsl.program.plan import Plan
-from commdsl.program.wording import described
 
 RECORD_BYTES = 64
 _FORMAT = "<Q4i5Q"
@@ -99,7 +98,7 @@ def origin_of(plan: Plan, record: ErrorRecord) -> str:
         return str(plan.moves.origins[int(ops.origin[ops.leaders[record.op]])])
     phase = plan.comm.phases[record.op]
     assert isinstance(phase, Routed)
-    return f"{plan.span}, {described(phase)}"
+    return f"{plan.span}, {phase.description}"
 
 
 def complaint(record: ErrorRecord, place: str = "") -> str:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from commdsl.ir.functions import ROWWISE
 from commdsl.ir.schedules import Ints
+from commdsl.machine.carriers import Carrier
 from commdsl.program.by_row import ByRow
 from commdsl.program.legal import each as _each
 from commdsl.program.legal import law as _law
@@ -27,7 +28,6 @@ from commdsl.program.moves import (
     Moves,
     OpKind,
     Ops,
-    Protocol,
     Reason,
 )
 from commdsl.program.phases import Push
@@ -95,7 +95,7 @@ def _put_whole(plan: Plan) -> None:
         for phase in role.phases:
             match phase:
                 case Moves():
-                    _law(phase.protocol is Protocol.BULK, f"NVSHMEM moves no words of `{phase.protocol.value}`")
+                    _law(phase.carrier.goes_by_nvshmem, f"NVSHMEM moves no words of `{phase.carrier.name}`")
                     _law(phase.lanes_per_block == 1, f"a block has {phase.lanes_per_block} lanes, and puts as one")
                 case Push():
                     _law(phase.packed, "rows of tables go to far ranks in as many runs as places, not packed")
@@ -121,7 +121,7 @@ def verify_by_row(phase: ByRow, moves: Moves) -> None:
     function, of = ROWWISE[phase.function], moves.tensors
     _law(len(phase.given) == len(function.given), f"`{phase.function}` is given {len(phase.given)} tensors")
     _law(len(phase.results) == function.num_results, f"`{phase.function}` has {len(phase.results)} results")
-    _law(moves.protocol is not Protocol.ENGINE, "no lane has the rows that the copy engine moves")
+    _law(moves.carrier.runs_on_sms, "no lane has the rows that the copy engine moves")
     for number in (phase.rows, *phase.given, *phase.results):
         whole = of[number].blocks == of[number].cut == 1 and not of[number].lands
         _law(whole, f"lanes share `{of[number].name}` in other slices than rows")
@@ -142,7 +142,7 @@ def verify_tiles(tiles: Tiles, moves: Moves) -> None:
     _law(tiles.sms >= 1, f"tiles have {tiles.sms} SMs, expected at least 1")
     threads = moves.threads * moves.lanes_per_block
     _law(tiles.threads == threads, f"a block of tiles has {tiles.threads} threads, one of the moves {threads}")
-    _law(moves.protocol is Protocol.BULK, f"tiles beside moves of protocol {moves.protocol.value}")
+    _law(moves.carrier.waits_for_tasks, f"tiles beside moves of protocol {moves.carrier.name}")
     beside = replace(moves, ops=tiles.ops)
     _shapes(beside)
     _operations(beside, *FUNCTION_OF)
@@ -183,18 +183,18 @@ def _scalars(moves: Moves) -> None:
         moves.tile_bytes >= 16 and moves.tile_bytes % 16 == 0,
         f"tile_bytes is {moves.tile_bytes}, expected a positive multiple of 16",
     )
-    _law(isinstance(moves.protocol, Protocol), f"protocol is {moves.protocol!r}")
-    if moves.protocol is Protocol.ENGINE:
-        _law(moves.lanes == 1, f"the copy engine has one lane, not {moves.lanes}")
-        _law(not moves.has_reduction, "the copy engine moves bytes only, yet the Plan reduces")
+    _law(isinstance(moves.carrier, Carrier), f"carrier is {moves.carrier!r}")
+    _law(moves.carrier.runs_on_sms or moves.lanes == 1, f"the copy engine has one lane, not {moves.lanes}")
+    combines = moves.carrier.combines or not moves.has_reduction
+    _law(combines, f"`{moves.carrier.name}` moves bytes only, yet the Plan reduces")
     for tensor in moves.tensors:
         _law(tensor.blocks >= 1 and tensor.cut >= 1, f"tensor `{tensor.name}` has no chunk")
         _law(not tensor.lands or tensor.access is Rights.WRITE, f"`{tensor.name}` lands, and is not written")
-        _law(not tensor.lands or not moves.protocol.carries_flags, f"`{tensor.name}` lands, and no flag tells of it")
+        _law(not tensor.lands or not moves.carrier.has_flags_in_data, f"`{tensor.name}` lands, and no flag tells of it")
         _law(not tensor.is_yield or tensor.access is Rights.WRITE, f"yields `{tensor.name}` are not written")
     _law(sum(tensor.is_yield for tensor in moves.tensors) <= 1, "the yields are more than one tensor")
     if moves.adds_up:
-        _law(moves.protocol is Protocol.BULK and not moves.num_cells, "sums of another type are in cells")
+        _law(moves.carrier.adds_to_sums and not moves.num_cells, "sums of another type are in cells")
         _law(not len(moves.ops.wait_peer), "sums of another type are added to by other ranks")
         _law(not moves.ops.joined.any(), "sums of another type go to several places")
     names = [(tensor.name, tensor.access) for tensor in moves.tensors]
@@ -305,7 +305,7 @@ def _location(moves: Moves, what: str, space: Ints, rank: Ints, index: Ints, row
     is_cell = space == CELL
     lands = np.array([tensor.lands and what == "destination" for tensor in moves.tensors] + [False])
     _each(is_cell | (rank == actor) | lands[space], what, "a tensor belongs to the rank itself")
-    if what == "source" and moves.protocol.carries_flags:
+    if what == "source" and moves.carrier.has_flags_in_data:
         _each(rank == actor, what, "data with its flag is read by the rank that has it")
     _each(is_cell | ((cuts[space] == cut) & (index % cut == piece)), what, "a tensor's chunk has the size class moved")
     for number, tensor in enumerate(moves.tensors):

@@ -17,9 +17,6 @@ from commdsl.program.phases import (
     Host,
     Meet,
     Push,
-    PushAgain,
-    PushBack,
-    PushByKey,
     PushStraight,
     Ranks,
     Read,
@@ -27,13 +24,11 @@ from commdsl.program.phases import (
     Tell,
 )
 from commdsl.program.plan import Plan
-from commdsl.program.touches import touches
 
 
 def verify_calls(plan: Plan) -> None:
     """Raises InternalError unless the phases are ones that the kernel's text can be printed from, and proved."""
-    lanes = [phase for role in plan.roles if not role.is_caller for phase in role.phases]
-    routed = [phase for phase in lanes if isinstance(phase, Routed)]
+    routed = [phase for role in plan.roles if not role.is_caller for phase in role.routed]
     for phase in routed:
         _law(not isinstance(phase, Host), f"lanes do `{getattr(phase, 'name', '')}`, which is their caller's")
     if not routed:
@@ -122,7 +117,7 @@ def _caller(plan: Plan, phases: list[Routed]) -> None:
     for is_after, verb in ((False, "prepares"), (True, "uses")):
         done = [phase for phase in host if isinstance(phase, Host) and phase.is_after == is_after]
         _law(len(done) == 1, f"the caller has {len(done)} phases in which it {verb} its tensors, expected one")
-        touched = [touch for phase in phases for touch in touches(phase)]
+        touched = [touch for phase in phases for touch in phase.touches]
         for memory in dict.fromkeys(touch.memory for touch in touched):
             if isinstance(memory, Rows) and not memory.home.is_heap:
                 _law(memory in done[0].rows, f"no caller {verb} `{memory.name}` ({memory.home.value})")
@@ -134,9 +129,9 @@ def _caller(plan: Plan, phases: list[Routed]) -> None:
 
 def _moved(phases: list[Routed]) -> None:
     """Rows are pushed once; what waits is finished behind; what the caller uses is made."""
-    pushes = [place for place, phase in enumerate(phases) if isinstance(phase, Push | PushByKey | PushAgain | PushBack)]
+    pushes = [place for place, phase in enumerate(phases) if phase.pushes]
     _law(len(pushes) == 1, f"rows are pushed {len(pushes)} times")
-    done = [(place, touch) for place, phase in enumerate(phases) for touch in touches(phase)]
+    done = [(place, touch) for place, phase in enumerate(phases) for touch in phase.touches]
     sent = [place for place, phase in enumerate(phases) if _sends(phase)]
     for place, phase in enumerate(phases):
         if isinstance(phase, Tell) and isinstance(phase.what, Words) and phase.what.a_lane:
@@ -152,7 +147,7 @@ def _sends(phase: Routed) -> bool:
     """Whether rows of other ranks change, but for those that are handed on, of which their source has told."""
     if isinstance(phase, Forward | AddUp):
         return False
-    return any(isinstance(one.memory, Rows) and one.writes and one.on is not Ranks.OWN for one in touches(phase))
+    return any(isinstance(one.memory, Rows) and one.writes and one.on is not Ranks.OWN for one in phase.touches)
 
 
 def _by_table(phases: list[Routed]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from commdsl.ir.dispatches import STRETCHES
 from commdsl.program.legal import each, law, within
-from commdsl.program.moves import CELL, Form, Moves, OpKind, Protocol
+from commdsl.program.moves import CELL, Form, Moves, OpKind
 
 
 def verify_casts(moves: Moves) -> None:
@@ -20,7 +20,8 @@ def verify_casts(moves: Moves) -> None:
     law(casts.cast.stretch in (0, *STRETCHES), f"a warp cannot share out {casts.cast.stretch} elements with one scale")
     law(casts.cast.element in ("float8", "bfloat16", "float16"), f"nothing travels as {casts.cast.element}")
     law((casts.cast.element == "float8") == (casts.cast.stretch > 0), "float8 has scales, and nothing else")
-    law(moves.protocol is Protocol.BULK and not moves.lands and not moves.adds_up, "who rounds moves by `bulk`, alone")
+    law(moves.carrier.rounds, f"`{moves.carrier.name}` rounds nothing on its way")
+    law(not moves.lands and not moves.adds_up, "what is rounded on its way lands in its place, or is added to sums")
     law(moves.tile_bytes % moves.unit == 0, f"tile_bytes is {moves.tile_bytes}, expected a multiple of {moves.unit}")
     for what, forms, spaces in (
         ("destination", casts.dest, ops.dest_space),

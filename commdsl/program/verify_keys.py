@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from commdsl.ir.dispatches import MOST_ALIGNED, MOST_KEYS, STRETCHES, Often
 from commdsl.program.arriving import beside, scales
-from commdsl.program.crossing import Pushing
 from commdsl.program.legal import law as _law
 from commdsl.program.memory import Home, Rows, Words
 from commdsl.program.phases import (
@@ -22,6 +21,7 @@ from commdsl.program.phases import (
     PushAgain,
     PushBack,
     PushByKey,
+    Pushing,
     Routed,
     Tell,
 )
@@ -30,10 +30,8 @@ from commdsl.program.plan import Plan
 
 def verify_keys(plan: Plan) -> None:
     """Raises InternalError unless keys, rows and what is told of them fit each other."""
-    lanes = [phase for role in plan.roles if not role.is_caller for phase in role.phases]
-    routed = [phase for phase in lanes if isinstance(phase, Routed)]
-    kinds = Count | PushByKey | PushAgain | Forward | FillByKey | PushBack | AddUp | FinishBack
-    phases = [phase for phase in routed if isinstance(phase, kinds)]
+    routed = [phase for role in plan.roles if not role.is_caller for phase in role.routed]
+    phases = [phase for phase in routed if phase.is_keyed]
     for phase in phases:
         if isinstance(phase, Count | PushAgain | FinishBack):
             _positions(plan, phase.positions)

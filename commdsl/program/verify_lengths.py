@@ -10,7 +10,7 @@ import numpy as np
 from commdsl.ir.lengths import knows, num_entries
 from commdsl.language.kinds import Axis
 from commdsl.program.legal import each, law, within
-from commdsl.program.moves import CELL, Moves, Protocol
+from commdsl.program.moves import CELL, Moves
 
 
 def verify_lengths(moves: Moves) -> None:
@@ -20,10 +20,10 @@ def verify_lengths(moves: Moves) -> None:
     for tensor in moves.tensors:
         by_block = tensor.lengths is not None and Axis.BLOCK in tensor.lengths.axes
         law(not by_block or tensor.blocks == moves.num_ranks, f"`{tensor.name}` has blocks without a length")
-    law(found == {None} or moves.protocol is not Protocol.ENGINE, "the copy engine is told lengths by the host")
     axes = {len(one.axes) for one in found if one is not None} or {0}
     law(len(axes) == 1, "a table of lengths is looked up by one rank, and by two")
     (num_axes,) = axes
+    law(num_axes <= moves.carrier.length_axes, f"`{moves.carrier.name}` moves no lengths of {num_axes} axes")
     if moves.has_heads:
         _meet(moves)
     within(ops.length, num_entries(moves.num_ranks, num_axes), "operation", "its length lies")
@@ -33,7 +33,6 @@ def verify_lengths(moves: Moves) -> None:
 def _meet(moves: Moves) -> None:
     """Where data has heads, every rank reads one of every other rank in a round, in a cell that nobody else writes."""
     ops = moves.ops
-    law(moves.protocol in (Protocol.BULK, Protocol.TMA), f"no head travels by `{moves.protocol.value}`")
     cells, reads = np.flatnonzero(ops.dest_space == CELL), ops.source_space == CELL
     read = {*zip(ops.source_rank[reads].tolist(), ops.source_index[reads].tolist(), strict=True)}
     places = zip(ops.dest_rank[cells].tolist(), ops.dest_index[cells].tolist(), ops.actor[cells].tolist(), strict=True)

@@ -11,38 +11,13 @@ with its last: so all of them grow in every call, and none of these waves touche
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
-from commdsl.program.memory import Counters, Words
-from commdsl.program.phases import FinishBack, Meet, PushBack, Routed, Tell
+from commdsl.program.phases import Routed
 
 
 def num_waves(phases: Iterable[Routed]) -> int:
     """The most that a call has."""
-    what = (phase.what for phase in phases if isinstance(phase, Tell | Meet))
-    return max((one.waves for one in what if isinstance(one, Counters)), default=1)
-
-
-def sends_wave(phase: Routed) -> bool:
-    """Whether it is of what a wave is sent by, in a Plan that has waves."""
-    match phase:
-        case PushBack() | Tell(what=Words(name="sent")):
-            return True
-        case Tell(what=Counters(waves=waves)):
-            return waves > 1
-        case _:
-            return False
-
-
-def ends_wave(phase: Routed) -> bool:
-    """Whether it waits for a wave, or finishes it."""
-    match phase:
-        case FinishBack():
-            return True
-        case Meet(what=Counters(waves=waves)):
-            return waves > 1
-        case _:
-            return False
+    return max((phase.waves for phase in phases), default=1)
 
 
 def in_order(phases: tuple[Routed, ...]) -> tuple[Routed, ...]:
@@ -52,24 +27,11 @@ def in_order(phases: tuple[Routed, ...]) -> tuple[Routed, ...]:
     waves = num_waves(phases)
     if waves == 1:
         return phases
-    sends = [phase for phase in phases if sends_wave(phase)]
-    ends = [phase for phase in phases if ends_wave(phase)]
+    sends = [phase for phase in phases if phase.sends_wave]
+    ends = [phase for phase in phases if phase.ends_wave]
     begin = phases.index((sends + ends)[0])
     found: list[Routed] = []
     for wave in range(waves + 1):
-        found += [_of_wave(phase, wave) for phase in sends if wave < waves]
-        found += [_of_wave(phase, wave - 1) for phase in ends if wave > 0]
+        found += [phase.of_wave(wave) for phase in sends if wave < waves]
+        found += [phase.of_wave(wave - 1) for phase in ends if wave > 0]
     return (*phases[:begin], *found, *phases[begin + len(sends) + len(ends) :])
-
-
-def _of_wave(phase: Routed, wave: int) -> Routed:
-    """With the counters and the memory of one wave for those of all."""
-    match phase:
-        case PushBack(to=to):
-            return replace(phase, to=replace(to, wave=wave))
-        case FinishBack(waiting=waiting):
-            return replace(phase, waiting=replace(waiting, wave=wave))
-        case Tell(what=Counters() as what) | Meet(what=Counters() as what):
-            return replace(phase, what=replace(what, name=f"{what.name} {wave}", waves=1))
-        case _:
-            return phase

@@ -17,10 +17,11 @@ import torch
 
 from commdsl.build import nvrtc
 from commdsl.build.emit import Emitted, defines
+from commdsl.machine.carriers import BULK_COPY_MAJORS
 from commdsl.machine.config import Config
 from commdsl.program.desk import desk_bytes, notice_bytes
 from commdsl.program.memory import Transport
-from commdsl.program.moves import Moves, Protocol
+from commdsl.program.moves import Moves
 from commdsl.program.sizes import Blocks, Launch, device_launch
 from commdsl.runtime.binding import Gpu, capture_id
 from commdsl.runtime.bootstrap import Bootstrap, Exchange, World
@@ -54,7 +55,7 @@ class DeviceCommunicator(Communicator):
         self.index = torch.cuda.current_device() if device.index is None else device.index
         properties = torch.cuda.get_device_properties(self.index)
         self._arch = f"sm_{properties.major}{properties.minor}"
-        self._has_tma = properties.major in (9, 10)  # sm_120 has less shared memory
+        self._major = properties.major
         self._modules: dict[str, DeviceKernel] = {}
         self.side_stream = torch.cuda.Stream(self.index)  # calls with async_op=True
         # What travels while the caller computes: its few blocks are not to wait for those of the caller's kernels.
@@ -114,9 +115,10 @@ class DeviceCommunicator(Communicator):
             raise CaptureError(
                 f"`{program.plan.name}` for {dtype} and {op} is not loaded: call it once with these before the capture"
             )
-        if program.plan.moves.protocol is Protocol.TMA and not self._has_tma:
-            raise DeviceError(f"`{program.plan.name}` is tuned to `protocol tma`, which {self._arch} does not have")
-        if program.plan.moves.protocol is Protocol.ENGINE:
+        plan, carrier = program.plan, program.plan.moves.carrier
+        if not carrier.runs_on(self._major):
+            raise DeviceError(f"`{plan.name}` is tuned to `protocol {carrier.name}`, which {self._arch} does not have")
+        if not carrier.runs_on_sms:
             path = self._build(program.emitted, macros)
             made: Kernel = EngineKernel(
                 path, program.emitted.name, program.plan, self.rank, self.index, self._copies.handle
@@ -133,7 +135,7 @@ class DeviceCommunicator(Communicator):
         path = self._build(emitted, macros)
         made = self._modules.get(str(path))
         if made is None:
-            if not self._has_tma:  # rows then move by registers alone
+            if self._major not in BULK_COPY_MAJORS:  # rows then move by registers alone
                 residence = replace(residence, shared_bytes=0)
             nvshmem = self._arena().nvshmem if emitted.transport is Transport.NVSHMEM else None
             made = self._modules[str(path)] = DeviceKernel(path, residence, self.index, nvshmem)

@@ -21,7 +21,6 @@ from commdsl.ir.functions import GATED
 from commdsl.ir.products import MATMUL
 from commdsl.machine.config import from_environment
 from commdsl.program.memory import Kept
-from commdsl.program.moves import Protocol
 from commdsl.program.plan import Plan
 from commdsl.program.pushed import destinations, is_kept
 from commdsl.program.stamps import Layout, task_of
@@ -71,7 +70,7 @@ def fits(plan: Plan, held: Held, device: torch.device) -> bool:
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
         return False
-    if from_environment().one_queue or any(one.moves.protocol is not Protocol.ENGINE for one in launches(plan)):
+    if from_environment().one_queue or any(one.moves.carrier.runs_on_sms for one in launches(plan)):
         return False
     every = tasks(plan)
     first = every[0].products[0]

@@ -17,6 +17,7 @@ import torch
 
 from commdsl.language.source import Source, Texts
 from commdsl.machine import dtypes
+from commdsl.machine.carriers import DEFAULT
 from commdsl.machine.errors import ArgumentError
 from commdsl.runtime.errors import ReductionError, TensorError
 
@@ -234,7 +235,7 @@ def parameters(values: Any) -> tuple[tuple[str, int], ...]:
 def tuning(values: Any) -> tuple[tuple[str, int | str], ...]:
     """Keys, and whole numbers or names, by key."""
     found: list[tuple[str, int | str]] = []
-    for name, value in _items("tune", values, {"lanes": 16, "protocol": "packet"}):
+    for name, value in _items("tune", values, {"lanes": 16, "protocol": DEFAULT.name}):
         if not isinstance(value, str) and not hasattr(value, "__index__"):
             raise ArgumentError(f"what is tuned by `{name}` is a whole number or a name, not {value!r}")
         found.append((name, value if isinstance(value, str) else int(value.__index__())))

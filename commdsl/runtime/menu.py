@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 
 from commdsl.machine import devices
+from commdsl.machine.carriers import named
 from commdsl.machine.config import from_environment
 from commdsl.planner.tuning import selection
 from commdsl.planner.tuning.selection import ROOTED, Candidate, Params, Rows
@@ -210,7 +211,7 @@ def uneven(collective: str, group: Any, x: torch.Tensor, lengths: Sequence[int])
     if collective == "all_to_all":
         return loaded(Candidate(UNEVEN[collective]), ranks)
     tune = known.candidate(ranks * max(lengths, default=0) * row_bytes).tune
-    if ("protocol", "engine") in tune:  # which copies what the host knows to be there
+    if any(key == "protocol" and not named(str(value)).length_axes for key, value in tune):  # it moves equal blocks
         tune = ()
     return loaded(Candidate(UNEVEN[collective], tune=tune), ranks)
 

@@ -16,7 +16,6 @@ from typing import TypeAlias
 import torch
 
 from commdsl.cost.profile import Profile
-from commdsl.program.moves import Protocol
 from commdsl.program.plan import Plan
 from commdsl.program.sizes import Launch
 from commdsl.program.stamps import INTERVAL, Layout, Task, alone, layout, together
@@ -87,7 +86,7 @@ def of_launch(comm: Communicator, plan: Plan, start: Start, task: Task | None = 
     """What a launch of a Plan writes on this rank: of copies by the copy engine from the first to the last. `task`:
     what it is as a whole.
     """
-    if comm.kind == "cuda" and plan.moves.protocol is Protocol.ENGINE:
+    if comm.kind == "cuda" and not plan.moves.carrier.runs_on_sms:
         return alone(task or Task("copies", False))
     found = layout(plan, comm.rank, start.launch)
     return found if task is None else alone(task, len(found.task))

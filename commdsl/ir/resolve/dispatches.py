@@ -15,7 +15,7 @@ from commdsl.ir.resolve.evaluate import Evaluator, Functions, Value
 from commdsl.ir.resolve.expressions import ExpressionRules, Kind
 from commdsl.ir.resolve.faults import Faults, Spent, nearest
 from commdsl.ir.resolve.parameters import known_counts, parameters
-from commdsl.ir.resolve.tuning import OF_DISPATCH, OF_KEYS, WORDS, Machine, tuning
+from commdsl.ir.resolve.tuning import OF_DISPATCH, OF_KEYS, Machine, choices, tuning
 from commdsl.ir.schedules import RoleSet, Tuning
 from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Label, Severity
@@ -194,7 +194,7 @@ class _Rules:
         entries = tuple(entry for item in self.decl.body if isinstance(item, syn.Tune) for entry in item.entries)
         for entry in entries:
             key = entry.key.text
-            if key in allowed and key not in WORDS and not isinstance(entry.value, syn.Quantity):
+            if key in allowed and not choices(key) and not isinstance(entry.value, syn.Quantity):
                 self.names.expect(entry.value, Kind.NUMBER)
         ranges = (item for roles in self.given.role_sets for item in roles.roles)
         sms = next((last - first for name, first, last in ranges if name == role and last > first), None)

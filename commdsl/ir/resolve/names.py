@@ -19,7 +19,7 @@ from commdsl.ir.resolve.faults import Faults, nearest
 from commdsl.ir.resolve.move_rules import check_move, check_operation
 from commdsl.ir.resolve.rotations import rotating_names
 from commdsl.ir.resolve.tasks import check_role, check_task
-from commdsl.ir.resolve.tuning import WORDS
+from commdsl.ir.resolve.tuning import choices
 from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Label, Severity
 from commdsl.language.source import Span
@@ -149,7 +149,7 @@ class ScheduleRules(ExpressionRules):
                 self._ensure(contract)
             case syn.Tune(entries):
                 for entry in entries:
-                    if not isinstance(entry.value, syn.Quantity) and entry.key.text not in WORDS:
+                    if not isinstance(entry.value, syn.Quantity) and not choices(entry.key.text):
                         self.expect(entry.value, Kind.NUMBER)
             case syn.On(role):
                 check_role(self, role, self.role_names)

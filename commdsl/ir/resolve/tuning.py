@@ -14,6 +14,7 @@ from commdsl.ir.schedules import Tuning
 from commdsl.language import syntax as syn
 from commdsl.language.records import dataclass
 from commdsl.language.source import Source, Span
+from commdsl.machine import carriers
 from commdsl.machine.topology import Topology
 
 KEYS = ("lanes", "threads", "tile", "protocol", "sms", "landing", "matmul")
@@ -26,14 +27,12 @@ OF_KEYS = ("threads", "sms")
 """What it says of a dispatch by keys: each row goes straight to its place, by one warp."""
 
 WORDS = {
-    "protocol": ("bulk", "packet", "line", "tma", "engine"),
     "put": ("rows", "packed"),
     "landing": ("cells", "place"),
     "matmul": ("kernel", "library", "push"),
 }
-"""The values of the entries that have no number."""
+"""The values of the entries that have no number, but for `protocol`, whose values are the carriers."""
 
-WITHIN_NODE = ("line", "engine")
 SIZES = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 MOST_TILE = 64 * 2**20
 MOST_THREADS = 1024
@@ -43,6 +42,11 @@ MOST_LANES_PER_SM = 8
 
 OVERRIDE = "override of tune"
 """The name under which diagnostics show an override."""
+
+
+def choices(key: str) -> tuple[str, ...]:
+    """Return the values of an entry that has no number; none for the others."""
+    return carriers.names() if key == "protocol" else WORDS.get(key, ())
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ def tuning(
     reader.read(entries)  # a fault that is overridden is one all the same
     for entry in overriding:
         key, value = entry.key.text, entry.value
-        if isinstance(value, syn.Name) and key in keys and key not in WORDS:  # nothing else has a name there
+        if isinstance(value, syn.Name) and key in keys and not choices(key):  # nothing else has a name there
             wanted = "a number of bytes" if key == "tile" else "a plain number"
             faults.report("C109", f"`{key}` takes {wanted}", value.span, f"this is `{value.text}`")
     anew = {entry.key.text for entry in overriding}
@@ -117,13 +121,14 @@ class _Reader:
             try:
                 self._check_key(entry, seen)
                 seen.add(key)
-                if key in WORDS:
+                if choices(key):
                     words[key] = self._word(entry)
                 else:
                     numbers[key], spans[key] = self._number(entry), entry.value.span
             except Poisoned:
                 continue
-        if words.get("protocol") == "engine":
+        carrier = carriers.named(words["protocol"]) if "protocol" in words else carriers.DEFAULT
+        if not carrier.runs_on_sms:
             for key in sorted(spans.keys() - {"tile"}):
                 self.faults.report("C506", f"the copy engine has no `{key}`", spans[key], "has no effect")
         elif "lanes" in numbers:
@@ -134,7 +139,7 @@ class _Reader:
             lanes=numbers.get("lanes"),
             threads=numbers.get("threads"),
             tile_bytes=numbers.get("tile"),
-            protocol=words.get("protocol"),
+            carrier=carrier,
             sms=numbers.get("sms"),
             put=words.get("put"),
             landing=words.get("landing"),
@@ -156,21 +161,23 @@ class _Reader:
     def _word(self, entry: syn.TuneEntry) -> str:
         key, span = entry.key.text, entry.value.span
         written = entry.value.text if isinstance(entry.value, syn.Name) else span.text
-        if written not in WORDS[key]:
-            wanted = "a protocol" if key == "protocol" else " or ".join(f"`{word}`" for word in WORDS[key])
-            help = nearest(written, WORDS[key])
+        allowed = choices(key)
+        if written not in allowed:
+            wanted = "a protocol" if key == "protocol" else " or ".join(f"`{word}`" for word in allowed)
+            help = nearest(written, allowed)
             self.faults.fail("C505", f"expected {wanted}", span, f"`{written}` is none", help=help)
         if key == "protocol":
-            self._check_protocol(written, span)
+            self._check_carrier(carriers.named(written), span)
         return written
 
-    def _check_protocol(self, written: str, span: Span) -> None:
-        if written in WITHIN_NODE and self.machine.ranks > self.machine.topology.gpus_per_node:
+    def _check_carrier(self, carrier: carriers.Carrier, span: Span) -> None:
+        if not carrier.crosses_nodes and self.machine.ranks > self.machine.topology.gpus_per_node:
             node = f"a node of `{self.machine.topology.name}` has {self.machine.topology.gpus_per_node}"
             label = f"{self.machine.ranks} ranks, {node}"
-            self.faults.fail("C505", f"`{written}` is for the ranks of one node", span, label,
-                             help="`bulk` and `packet` reach other nodes")  # fmt: skip
-        if written == "engine" and self.machine.role is not None:
+            reaching = ", ".join(f"`{name}`" for name in carriers.names(lambda one: one.crosses_nodes))
+            self.faults.fail("C505", f"`{carrier.name}` is for the ranks of one node", span, label,
+                             help=f"{reaching} reach other nodes")  # fmt: skip
+        if not carrier.runs_on_sms and self.machine.role is not None:
             label = f"role `{self.machine.role}` would be idle"
             self.faults.fail("C506", "the copy engine runs on no SM", span, label,
                              help=f"leave out `on {self.machine.role}`, or tune another protocol")  # fmt: skip

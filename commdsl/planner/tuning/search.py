@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise, zip_longest
 from typing import Protocol, TypeAlias
 
+from commdsl.machine.carriers import Carrier
 from commdsl.planner.tuning.search_space import Family, families_with, first_candidates, in_range, neighbours
 from commdsl.planner.tuning.selection import Candidate, Measured, Row
 
@@ -66,7 +67,7 @@ class Search:
     collective: str
     ranks: int
     sizes: tuple[int, ...]
-    protocols: tuple[str, ...]
+    carriers: tuple[Carrier, ...]
     bench: Bench
     watch: Callable[[str, int, int], None]  # stage, done, of how many
     own: tuple[Family, ...] = ()  # a user's schedules, measured beside the shipped ones
@@ -81,7 +82,7 @@ class Search:
             self._measure("all", dict.fromkeys(self.only, self.sizes))
             return self._rows()
         coarse = self._coarse_sizes()
-        first = first_candidates(self.families, self.protocols, self.own)
+        first = first_candidates(self.families, self.carriers, self.own)
         self._measure("coarse", dict.fromkeys(first, coarse))
         for _ in range(ROUNDS):
             self._measure("refine", self._refinement(coarse))
@@ -120,7 +121,7 @@ class Search:
         return tuple(
             size
             for size in sorted(set(sizes))
-            if size not in known and (self.only or in_range(self.families, candidate, size, self.protocols))
+            if size not in known and (self.only or in_range(self.families, candidate, size, self.carriers))
         )
 
     def _refinement(self, coarse: tuple[int, ...]) -> dict[Candidate, tuple[int, ...]]:

@@ -6,79 +6,53 @@ not search.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from commdsl.machine.carriers import ANY, KB, MB, Carrier, named
 from commdsl.planner.tuning.selection import Candidate, Params
 from commdsl.program.moves import MOST_THREADS
 
-KB, MB = 1 << 10, 1 << 20
-ANY = 1 << 62
 SMS = 132  # of the GPU
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
-    """Where a search begins for one protocol: every combination is measured."""
-
-    lanes: tuple[int | None, ...]
-    threads: tuple[int | None, ...]
-    tiles: tuple[int, ...]
-
-
-GRIDS = {
-    "packet": Grid((128,), (256, 512), (4 * KB,)),
-    "line": Grid((64, 132), (256, 640), (3840, 9600)),  # whole pairs of lines of 120 bytes
-    "bulk": Grid((128,), (256,), (32 * KB, 128 * KB)),
-    "engine": Grid((None,), (None,), (8 * MB, 32 * MB)),  # takes no lane
-}
-
-RANGES = {"packet": (0, 256 * KB), "line": (0, 64 * MB), "bulk": (MB, ANY), "engine": (64 * MB, ANY)}
-"""Sizes outside of which a protocol is not measured: it has lost by far."""
-
-
-@dataclass(frozen=True, slots=True)
 class Family:
-    """A schedule with the protocols worth a look. `most`: beyond this size its traffic is hopeless."""
+    """A schedule and the carriers worth a look; default: all. `most`: beyond this size its traffic is hopeless."""
 
     schedule: str
-    protocols: tuple[str, ...]
+    suits: Callable[[Carrier], bool] = lambda one: True
     params: tuple[Params, ...] = ((),)
     most: int = ANY
 
 
 FAMILIES = {
     "all_reduce": (
-        Family("allreduce_oneshot", ("packet", "line"), most=MB),
-        Family("allreduce_twoshot", ("packet", "line", "bulk")),
-        Family("allreduce_ring", ("bulk",)),
+        Family("allreduce_oneshot", lambda one: one.combines and one.has_flags_in_data, most=MB),
+        Family("allreduce_twoshot", lambda one: one.combines),
+        Family("allreduce_ring", lambda one: one.combines and one.streams),
     ),
-    "all_gather": (
-        Family("allgather_direct", ("packet", "line", "bulk", "engine")),
-        Family("allgather_ring", ("bulk",)),
-    ),
+    "all_gather": (Family("allgather_direct"), Family("allgather_ring", lambda one: one.streams)),
     "reduce_scatter": (
-        Family("reducescatter_direct", ("packet", "line", "bulk")),
-        Family("reducescatter_ring", ("bulk",)),
+        Family("reducescatter_direct", lambda one: one.combines),
+        Family("reducescatter_ring", lambda one: one.combines and one.streams),
     ),
-    "all_to_all": (Family("alltoall_direct", ("packet", "line", "bulk", "engine")),),
+    "all_to_all": (Family("alltoall_direct"),),
     "broadcast": (
-        Family("broadcast_direct", ("packet", "line"), most=256 * KB),
-        Family("broadcast_tree", ("line",), most=256 * KB),
-        Family("broadcast_scatter", ("line", "bulk")),
-        Family("broadcast_chain", ("bulk",), params=((("K", 8),), (("K", 16),))),
+        Family("broadcast_direct", lambda one: one.has_flags_in_data, most=256 * KB),
+        Family("broadcast_tree", lambda one: one.has_flags_in_data and one.is_dense, most=256 * KB),
+        Family("broadcast_scatter", lambda one: one.runs_on_sms and one.is_dense),
+        Family("broadcast_chain", lambda one: one.streams, params=((("K", 8),), (("K", 16),))),
     ),
 }
 
 LADDERS: dict[str, tuple[int, ...]] = {
     "lanes": (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 132, 192, 264),
     "threads": (64, 128, 256, 320, 512, 640, 1024),
-    "tile": tuple(KB << power for power in range(17)),
-    "line tile": (1920, 3840, 4800, 7680, 9600, 15360, 30720, 61440),
     "K": (1, 2, 4, 8, 16, 32, 64),
 }
-"""A refinement goes one rung up or down on one of these."""
+"""A refinement goes one rung up or down on one of these, or on the carrier's ladder of tiles."""
 
 SHARED = (2, 4)
 """How many lanes share an SM where a refinement tries `sms`."""
@@ -91,24 +65,25 @@ def families_with(collective: str, own: tuple[Family, ...]) -> tuple[Family, ...
 
 
 def first_candidates(
-    families: tuple[Family, ...], protocols: tuple[str, ...], as_written: tuple[Family, ...] = ()
+    families: tuple[Family, ...], carriers: tuple[Carrier, ...], as_written: tuple[Family, ...] = ()
 ) -> tuple[Candidate, ...]:
     """The coarse grid, and of a user's schedules also what they say themselves."""
     found = [Candidate(family.schedule, params) for family in as_written for params in family.params]
-    for family in families:
-        for protocol in family.protocols:
-            grid = GRIDS[protocol]
+    for family, carrier in product(families, carriers):
+        grid = carrier.grid
+        if grid is not None and family.suits(carrier):
             for params, lanes, threads, tile in product(family.params, grid.lanes, grid.threads, grid.tiles):
-                if protocol in protocols:
-                    found.append(_candidate(family.schedule, dict(params), protocol, lanes, threads, tile, None))
+                tune = {"lanes": lanes, "threads": threads, "tile": tile}
+                found.append(_candidate(family.schedule, dict(params), protocol=carrier.name, **tune))
     return tuple(found)
 
 
-def in_range(families: tuple[Family, ...], candidate: Candidate, nbytes: int, protocols: tuple[str, ...]) -> bool:
-    """Whether a candidate is worth measuring at a size. A protocol that is alone serves every size, and so does a
+def in_range(families: tuple[Family, ...], candidate: Candidate, nbytes: int, carriers: tuple[Carrier, ...]) -> bool:
+    """Whether a candidate is worth measuring at a size. A carrier that is alone serves every size, and so does a
     schedule as it is written."""
     protocol = dict(candidate.tune).get("protocol")
-    least, most = RANGES[str(protocol)] if protocol is not None and len(protocols) > 1 else (0, ANY)
+    grid = None if protocol is None or len(carriers) == 1 else named(str(protocol)).grid
+    least, most = (0, ANY) if grid is None else (grid.least, grid.most)
     family = next(family for family in families if family.schedule == candidate.schedule)
     return least <= nbytes <= min(most, family.most)
 
@@ -129,46 +104,30 @@ def _fits(tune: dict[str, int | str]) -> bool:
 
 def _one_rung_off(candidate: Candidate) -> Iterator[Candidate]:
     params, tune = dict(candidate.params), dict(candidate.tune)
-    protocol, sms = str(tune["protocol"]), tune.get("sms")
-    tile = int(tune["tile"])
+    grid = named(str(tune["protocol"])).grid
+    assert grid is not None, "it is not measured"
+
+    def made(further: dict[str, int] | None = None, **changed: int | None) -> Candidate:
+        return _candidate(candidate.schedule, params | (further or {}), **(tune | changed))
+
+    tiles = [made(tile=rung) for rung in _beside(grid.ladder, int(tune["tile"]))]
     if "lanes" not in tune:
-        for rung in _beside("tile", tile):
-            yield _candidate(candidate.schedule, params, protocol, None, None, rung, None)
+        yield from tiles
         return
-    lanes, threads = int(tune["lanes"]), int(tune["threads"])
-
-    def made(**changed: int | None) -> Candidate:
-        values = {"lanes": lanes, "threads": threads, "tile": tile, "sms": sms, **changed}
-        return _candidate(candidate.schedule, params, protocol, **values)  # type: ignore[arg-type]  # all are whole
-
-    for rung in _beside("lanes", lanes):
-        yield made(lanes=rung, sms=None)
-    for rung in _beside("threads", threads):
-        yield made(threads=rung)
-    for rung in _beside("line tile" if protocol == "line" else "tile", tile):
-        yield made(tile=rung)
-    for share in SHARED:
-        if lanes % share == 0 and lanes // share != sms:
-            yield made(sms=lanes // share)
+    lanes = int(tune["lanes"])
+    yield from (made(lanes=rung, sms=None) for rung in _beside(LADDERS["lanes"], lanes))
+    yield from (made(threads=rung) for rung in _beside(LADDERS["threads"], int(tune["threads"])))
+    yield from tiles
+    shares = (lanes // share for share in SHARED if lanes % share == 0)
+    yield from (made(sms=sms) for sms in shares if sms != tune.get("sms"))
     for name, value in candidate.params:
-        for rung in _beside(name, value):
-            yield _candidate(candidate.schedule, {**params, name: rung}, protocol, lanes, threads, tile, None)
+        yield from (made({name: rung}, sms=None) for rung in _beside(LADDERS[name], value))
 
 
-def _beside(ladder: str, value: int) -> list[int]:
-    below = [rung for rung in LADDERS[ladder] if rung < value][-1:]
-    return below + [rung for rung in LADDERS[ladder] if rung > value][:1]
+def _beside(ladder: tuple[int, ...], value: int) -> list[int]:
+    return [rung for rung in ladder if rung < value][-1:] + [rung for rung in ladder if rung > value][:1]
 
 
-def _candidate(
-    schedule: str,
-    params: dict[str, int],
-    protocol: str,
-    lanes: int | None,
-    threads: int | None,
-    tile: int,
-    sms: int | None,
-) -> Candidate:
-    given = {"lanes": lanes, "protocol": protocol, "threads": threads, "tile": tile, "sms": sms}
+def _candidate(schedule: str, params: dict[str, int], **given: int | str | None) -> Candidate:
     tune = {key: value for key, value in given.items() if value is not None}
     return Candidate(schedule, tuple(sorted(params.items())), tuple(sorted(tune.items())))

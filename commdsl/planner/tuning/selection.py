@@ -234,11 +234,7 @@ def default_rows(collective: str, *, plain: bool, host: bool = False) -> tuple[R
                 (None, "broadcast_chain", "bulk"),
             ]
         case _:
-            direct = {
-                "all_gather": "allgather_direct",
-                "reduce_scatter": "reducescatter_direct",
-                "all_to_all": "alltoall_direct",
-            }[collective]
+            direct = f"{collective.replace('_', '')}_direct"
             steps = [(SMALL, direct, "packet"), (MIDDLE, direct, "line"), (None, direct, "bulk")]
     found: list[Row] = []
     for most, schedule, protocol in steps:

@@ -33,6 +33,8 @@ from commdsl.ir.rowwise import Behind, ending
 from commdsl.ir.schedules import Schedule, Task, Tuning
 from commdsl.language.diagnostics import CommError, too_much
 from commdsl.language.kinds import BufferKind, MoveKind
+from commdsl.machine import carriers
+from commdsl.machine.carriers import Carrier
 from commdsl.program.agree import Agree
 from commdsl.program.by_row import ByRow
 from commdsl.program.lower.ordering import order
@@ -40,27 +42,13 @@ from commdsl.program.lower.placement import Placed, num_actors, place
 from commdsl.program.lower.problem import Problem, most_groups, pose
 from commdsl.program.lower.tables import apart, tables
 from commdsl.program.memory import Rights, Tensor, Transport
-from commdsl.program.moves import MOST_THREADS, Casts, Moves, Ops, Origin, Protocol
+from commdsl.program.moves import MOST_THREADS, Casts, Moves, Ops, Origin
 from commdsl.program.plan import Plan, Role
 from commdsl.program.tile_tasks import Tiles
 
 # Measured on 4 H200s over ten schedules at 16 and 64 MB: fewer lanes leave links idle while a lane awaits a flag, more
 # threads a block or larger tiles gain nothing. The tuner's tables choose by size.
 LANES = 128
-THREADS = {
-    Protocol.BULK: 256,
-    Protocol.PACKET: 512,
-    Protocol.LINE: 512,
-    Protocol.TMA: 256,
-    Protocol.ENGINE: 32,
-}
-TILE_BYTES = {  # where data carries its flag, a word for each thread
-    Protocol.BULK: 128 * 1024,
-    Protocol.PACKET: 4096,
-    Protocol.LINE: 7680,
-    Protocol.TMA: 128 * 1024,
-    Protocol.ENGINE: 32 * 1024 * 1024,  # a copy pays its start, and a round its flags
-}
 WHOLE_TILE = 1024 * 1024 * 1024  # where nothing is in cells: a share in one round; TMA counts its bytes in 32 bits
 TASK_TILE = 32 * 1024  # what is computed leaves when its tile is done: small ones leave sooner
 LANES_PER_SM, SHARED_THREADS = 8, 128  # where SMs are given, and no lanes: as many as hide each other's waits
@@ -71,8 +59,8 @@ SMALLEST_TILE = 4 * 1024
 def lower(schedule: Schedule, transport: Transport = Transport.PEER) -> Plan:
     """The Plan of one schedule for its rank count.
 
-    NVSHMEM moves whole tiles and flags, so its Plans are `bulk` whatever the schedule's tuning says, and no reduction
-    stores to a peer. Which peers it is for is known at the launch: the bits are the same.
+    NVSHMEM moves whole tiles and flags, so its Plans have the default carrier whatever the schedule's tuning says, and
+    no reduction stores to a peer. Which peers it is for is known at the launch: the bits are the same.
     """
     schedule, behind = ending(schedule)
     moves, computed = _moves(schedule, transport, SYMMETRIC_BYTES)
@@ -114,16 +102,16 @@ def _moves(
     schedule: Schedule, transport: Transport, most_bytes: int, landing: frozenset[str] = frozenset()
 ) -> tuple[Moves, Ops | None]:
     """The operations that move, and those of tasks."""
-    protocol = Protocol(schedule.tuning.protocol or "bulk") if transport is Transport.PEER else Protocol.BULK
-    placed = place(schedule, transport, protocol, frozenset() if protocol.carries_flags else landing)
+    carrier = schedule.tuning.carrier if transport is Transport.PEER else carriers.DEFAULT
+    placed = place(schedule, transport, carrier, frozenset() if carrier.has_flags_in_data else landing)
     problem = pose(placed.rows, num_actors(schedule), placed.num_cells, placed.tensors)
     _refuse_too_much(schedule, problem)
-    ordered = order(problem, num_actors(schedule), protocol)
-    ops, signals = tables(placed.rows, ordered.waits, num_actors(schedule), barriers=not protocol.carries_flags)
+    ordered = order(problem, num_actors(schedule), carrier)
+    ops, signals = tables(placed.rows, ordered.waits, num_actors(schedule), barriers=not carrier.has_flags_in_data)
     computed = None
     if num_actors(schedule) > schedule.num_ranks:
         ops, computed, signals = apart(ops, signals, schedule.num_ranks)
-    shape = _shape(schedule, protocol, placed.num_cells * ordered.rotation, transport, most_bytes)
+    shape = _shape(schedule, carrier, placed.num_cells * ordered.rotation, transport, most_bytes)
     moves = Moves(
         name=schedule.name,
         num_ranks=schedule.num_ranks,
@@ -135,7 +123,7 @@ def _moves(
         sms=shape.sms,
         threads=shape.threads,
         tile_bytes=shape.tile_bytes,
-        protocol=protocol,
+        carrier=carrier,
         ops=ops,
         signals_per_round=signals,
         heard=ordered.heard[: schedule.num_ranks, : schedule.num_ranks],
@@ -181,9 +169,9 @@ class _Shape:
     tile_bytes: int
 
 
-def _shape(schedule: Schedule, protocol: Protocol, cells: int, transport: Transport, most_bytes: int) -> _Shape:
+def _shape(schedule: Schedule, carrier: Carrier, cells: int, transport: Transport, most_bytes: int) -> _Shape:
     """What `tune` or a role sets stays; the rest, the tile first, shrinks to the cells' budget."""
-    tuning, data, wire = schedule.tuning, *protocol.wire
+    tuning = schedule.tuning
     sms = _role_sms(schedule, schedule.role) or tuning.sms
     if sms is None and _tasks(schedule):
         sms = schedule.topology.num_sms - _compute_sms(schedule)
@@ -193,19 +181,19 @@ def _shape(schedule: Schedule, protocol: Protocol, cells: int, transport: Transp
         lanes = tuning.lanes or _even_lanes(sms, _compute_sms(schedule), _lanes_of_block(tuning))
     else:
         lanes = tuning.lanes or sms * _lanes_of_block(tuning)
-    if protocol is Protocol.ENGINE:
+    if not carrier.runs_on_sms:
         lanes = sms = 1
         most_bytes *= 2  # a smaller tile is more copies, each of which pays its start
     share = -(-lanes // (sms or min(lanes, schedule.topology.num_sms)))
-    threads = tuning.threads or min(THREADS[protocol], MOST_THREADS // share // 32 * 32)
+    threads = tuning.threads or min(carrier.threads, MOST_THREADS // share // 32 * 32)
     if transport is Transport.NVSHMEM:
         lanes = min(lanes, sms or schedule.topology.num_sms)  # its puts take whole blocks
-    tile = tuning.tile_bytes or (TASK_TILE if _tasks(schedule) else TILE_BYTES[protocol])
+    tile = tuning.tile_bytes or (TASK_TILE if _tasks(schedule) else carrier.tile_bytes)
     if not cells and tuning.tile_bytes is None:
         tile = WHOLE_TILE
 
     def size() -> int:
-        return -(-tile // data) * wire * lanes * cells
+        return -(-tile // carrier.payload_bytes) * carrier.word_bytes * lanes * cells
 
     while tuning.tile_bytes is None and tile > SMALLEST_TILE and size() > most_bytes:
         tile = max(tile // 32 * 16, SMALLEST_TILE)
@@ -216,11 +204,8 @@ def _shape(schedule: Schedule, protocol: Protocol, cells: int, transport: Transp
 
 def _role_sms(schedule: Schedule, role: str | None) -> int | None:
     """The SMs of a role."""
-    for roles in schedule.roles:
-        for name, first, last in roles.roles:
-            if name == role:
-                return last - first
-    return None
+    found = (last - first for roles in schedule.roles for name, first, last in roles.roles if name == role)
+    return next(found, None)
 
 
 def _compute_sms(schedule: Schedule) -> int:

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.ir.schedules import Ints
+from commdsl.machine.carriers import Carrier
 from commdsl.program.lower.hazards import Cells, Edges, Index, joined
 from commdsl.program.lower.problem import Problem, Program
 from commdsl.program.lower.rows import nth_of_equals
-from commdsl.program.moves import Protocol
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,12 +33,12 @@ class Ordered:
     heard: NDArray[np.bool_]
 
 
-def order(problem: Problem, num_actors: int, protocol: Protocol) -> Ordered:
-    """The flags that a protocol needs."""
+def order(problem: Problem, num_actors: int, carrier: Carrier) -> Ordered:
+    """The flags that a carrier needs."""
     cells = Cells(problem.num_keys)
     run = _Run(problem)
     within = run.round(_hazards(problem, cells))
-    if protocol.carries_flags:
+    if carrier.has_flags_in_data:
         rotation, needed = _credits(problem, cells, run)
     else:
         rotation, needed = _flags(problem, cells, run, within)

@@ -25,6 +25,7 @@ from commdsl.ir.schedules import Ints, Schedule, Statement, Step, Task, Yield
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import MoveKind
 from commdsl.language.source import Span
+from commdsl.machine.carriers import Carrier
 from commdsl.program.lower.alike import alike
 from commdsl.program.lower.cells import allocate
 from commdsl.program.lower.fuse import fuse
@@ -32,7 +33,7 @@ from commdsl.program.lower.homes import UNDEFINED, Homes, ints
 from commdsl.program.lower.problem import most_groups
 from commdsl.program.lower.rows import Batch, Rows, SizeClass, assemble
 from commdsl.program.memory import Tensor, Transport
-from commdsl.program.moves import CELL, KIND_OF, MOST_CONTRIBUTIONS, Form, OpKind, Origin, Protocol
+from commdsl.program.moves import CELL, KIND_OF, MOST_CONTRIBUTIONS, Form, OpKind, Origin
 
 Longs: TypeAlias = NDArray[np.int64]
 Mask: TypeAlias = NDArray[np.bool_]
@@ -311,7 +312,7 @@ def _beside(first: tuple[Ints, Ints, Ints], rest: tuple[Ints, Ints, Ints]) -> tu
     return space, rank, index
 
 
-def place(schedule: Schedule, transport: Transport, protocol: Protocol, landing: frozenset[str]) -> Placed:
+def place(schedule: Schedule, transport: Transport, carrier: Carrier, landing: frozenset[str]) -> Placed:
     """Phases of operations for all ranks; see the head of the module for where versions live."""
     placer = _Placer(schedule, landing)
     yields = 0
@@ -334,5 +335,5 @@ def place(schedule: Schedule, transport: Transport, protocol: Protocol, landing:
     rows = fuse(rows, tensors, schedule.num_ranks, reduces_remotely=transport is Transport.PEER)
     if len(rows.leaders) > most_groups(schedule.num_ranks):
         rows = alike(rows, schedule.num_ranks)
-    rows, num_cells = allocate(rows, placer.homes.num_slots, one_write_each=protocol.carries_flags)
+    rows, num_cells = allocate(rows, placer.homes.num_slots, one_write_each=carrier.has_flags_in_data)
     return Placed(rows, tensors, num_cells, tuple(placer.origins))

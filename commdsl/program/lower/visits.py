@@ -38,7 +38,7 @@ from commdsl.program.plan import Plan, Role
 from commdsl.program.tasks import Counter, Product, Task, Tasks
 from commdsl.program.touches import Touch
 
-COMBINING = Tuning(protocol="bulk", sms=16)
+COMBINING = Tuning(sms=16)
 """Of a launch that combines where the copy engine is asked for, and of one that adds to sums of another type where no
 number of SMs is tuned: few, for a computation has the others.
 """
@@ -294,7 +294,7 @@ def _tuning(segment: Segment, *, is_alone: bool) -> Tuning:
     schedule = segment.schedule
     moves = list(joining(schedule))
     combines = any(one.kind is MoveKind.REDUCE for one in moves)
-    if not segment.sums and not (schedule.tuning.protocol == "engine" and combines):
+    if not segment.sums and (schedule.tuning.carrier.combines or not combines):
         return schedule.tuning
     is_local = all((one.source_rank == one.dest_rank[:, None]).all() for one in moves)
     sms = schedule.topology.num_sms if is_alone and is_local else schedule.tuning.sms or COMBINING.sms

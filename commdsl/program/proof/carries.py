@@ -8,28 +8,12 @@ lead to is the routing's, whose laws are proved on the numbers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeAlias
 
 from commdsl.ir.dispatches import Back, ByKey, Dispatch, Often, Put
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.program.memory import Home, Rows, Transport
-from commdsl.program.phases import (
-    AddUp,
-    Count,
-    FillByKey,
-    Finish,
-    FinishBack,
-    Forward,
-    Push,
-    PushAgain,
-    PushBack,
-    PushByKey,
-    PushStraight,
-)
+from commdsl.program.phases import Count, FinishBack, Held, PushAgain, PushByKey, Ways
 from commdsl.program.plan import Plan
-
-Held: TypeAlias = tuple[str, ...]
-"""What came to a memory, in words: the tensor and what was done with its rows on the way."""
 
 
 def carries(dispatch: Dispatch, plan: Plan) -> Iterator[Diagnostic]:
@@ -125,64 +109,12 @@ def _back(back: Back, route: ByKey) -> Iterator[tuple[str, set[Held]]]:
         yield name, {(f"rows of {name}", *HOME, "each key", *times)}
 
 
-def _held(plan: Plan) -> dict[Rows, set[Held]]:
-    """By memory what its rows are when all phases are over; several ways may lead to one."""
-    found: dict[Rows, set[Held]] = {}
-    crossing: dict[Rows, int] = {}  # for ranks of a node of so many
-    for phase in plan.comm.phases:
-        match phase:
-            case Push() | PushStraight():
-                for rows in phase.given:
-                    for to in phase.to:
-                        if to.name == rows.name:
-                            found.setdefault(to, set()).add((f"rows of {rows.name}", "pushed"))
-            case PushByKey(often=often, aligned=aligned):
-                crossing |= {} if phase.crossing is None else {phase.crossing: phase.node}
-                cast = {rows.name: _cast(stretch) for rows, stretch in zip(phase.given, phase.stretches, strict=True)}
-                names = [*cast, *(f"scales of {name}" for name, how in cast.items() if how)]
-                for name, to in zip(names, phase.to, strict=False):
-                    how = f"pushed by key{cast[name.removeprefix('scales of ')]}"
-                    found.setdefault(to, set()).add((f"rows of {name}", f"{how}, {often.value}, aligned {aligned}"))
-                if phase.value is not None and (at := phase.at(phase.value.name)) >= 0:
-                    found.setdefault(phase.to[at], set()).add((f"values of {phase.value.name}", "beside the rows"))
-            case PushAgain(given=rows, to=to, often=often, aligned=aligned):
-                crossing |= {} if phase.crossing is None else {phase.crossing: phase.node}
-                left = (phase.places, phase.origins, phase.offsets, phase.counts)
-                how = f"pushed again by {', '.join(one.name for one in left)}, {often.value}, aligned {aligned}"
-                found.setdefault(to, set()).add((f"rows of {rows.name}", how))
-            case Forward():
-                across = _across(crossing.get(phase.crossing, 0))
-                for rows in phase.to:
-                    found.setdefault(rows, set()).update([(*held, *across) for held in found.get(rows, set())])
-            case FillByKey():
-                for to in phase.to:
-                    done = f"filled by {phase.mates.name} at {phase.origins.name}"
-                    found.setdefault(to, set()).update([(*held, done) for held in found.get(to, set())])
-            case PushBack():
-                sums = [] if phase.mates is None else [f"added up by {phase.mates.name}"]
-                place = f"up to {phase.offsets.name}", f"by {phase.origins.name}", phase.each.value
-                way = (f"rows of {phase.given.name}", *sums, *_times(phase.weights), *place)
-                if phase.crossing is None:
-                    found.setdefault(phase.to, set()).add(way)
-                else:
-                    by = "nothing" if phase.keys is None else phase.keys.name
-                    found.setdefault(phase.crossing, set()).add((*way, f"to one of {phase.node}, by {by}"))
-            case AddUp():
-                for way in found.get(phase.crossing, set()):
-                    found.setdefault(phase.to, set()).add((*way, f"added up, by {phase.keys.name}"))
-            case Finish():
-                for waiting, to in zip(phase.waiting, phase.to, strict=False):
-                    found.setdefault(to, set()).update((*held, "finished") for held in found.get(waiting, set()))
-            case FinishBack():
-                for way in found.get(phase.waiting, set()):
-                    found.setdefault(phase.to, set()).add((*way, *_times(phase.weights)))
-            case _:
-                pass
+def _held(plan: Plan) -> Ways:
+    """By memory what its rows are when all phases are over."""
+    found = Ways(set)
+    for phase in plan.comm.routed:
+        phase.carry(found)
     return found
-
-
-def _times(weights: Rows | None) -> Held:
-    return () if weights is None else (f"times {weights.name}",)
 
 
 def _sorted(ways: set[Held]) -> Held:

@@ -31,9 +31,8 @@ from commdsl.program.halves import Halves
 from commdsl.program.phases import Actor, Host, Meet, Ranks, Routed, Tell
 from commdsl.program.plan import Plan
 from commdsl.program.proof.timeline import Bits, Timeline
-from commdsl.program.touches import Touch, region, touches
+from commdsl.program.touches import Touch, region
 from commdsl.program.waves import in_order
-from commdsl.program.wording import name_of
 
 STREAM = -1
 """The role of a stream among the actors of a rank, beside those of lanes, their numbers."""
@@ -78,9 +77,8 @@ def steps(plan: Plan, halves: Halves | None = None) -> tuple[Step, ...]:
     """
     caller = [phase for role in plan.roles if role.is_caller for phase in role.phases if isinstance(phase, Host)]
     before = [phase for phase in caller if not phase.is_after]
-    lanes = [phase for phase in plan.comm.phases if isinstance(phase, Routed)]
     own = Ranks.OWN
-    first, second = ((), in_order(tuple(lanes))) if halves is None else (in_order(halves[0]), in_order(halves[1]))
+    first, second = ((), in_order(plan.comm.routed)) if halves is None else map(in_order, halves)
     lanes = [*first, *second]
     return (
         *(_step(phase, lanes) for phase in before),
@@ -108,7 +106,7 @@ def _between() -> tuple[Step, ...]:
 
 
 def _step(phase: Routed, lanes: list[Routed]) -> Step:
-    name, done = name_of(phase), _regions(phase)
+    name, done = phase.name, _regions(phase)
     match phase:
         case Host():
             wait = Wait("end", Actor.LANES, Ranks.OWN) if phase.is_after else None
@@ -127,7 +125,7 @@ def _step(phase: Routed, lanes: list[Routed]) -> Step:
 def _regions(phase: Routed) -> tuple[Touch, ...]:
     """What a phase touches; memories that may be the same bytes are one region."""
     found: list[Touch] = []
-    for touch in touches(phase):
+    for touch in phase.touches:
         if not any(region(touch.memory) == region(other.memory) and touch.where == other.where for other in found):
             found.append(touch)
     return tuple(found)
@@ -137,7 +135,7 @@ def _teller(meet: Meet, lanes: list[Routed]) -> Iterator[Wait]:
     """Whom a wait is for: whoever tells what it waits for."""
     for phase in lanes:
         if isinstance(phase, Tell) and phase.what == meet.what:
-            yield Wait(name_of(phase), phase.by, meet.of, meet.calls_back)
+            yield Wait(phase.name, phase.by, meet.of, meet.calls_back)
 
 
 @dataclass(frozen=True, eq=False)

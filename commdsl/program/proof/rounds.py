@@ -37,7 +37,7 @@ class Round:
     @cached_property
     def flagged(self) -> Moves:
         """With a flag for all that is awaited."""
-        return flagged(self.moves, self.brought) if self.moves.protocol.carries_flags else self.moves
+        return flagged(self.moves, self.brought) if self.moves.carrier.has_flags_in_data else self.moves
 
     @cached_property
     def events(self) -> Flags:

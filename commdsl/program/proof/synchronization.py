@@ -40,7 +40,7 @@ def synchronization(_schedule: Schedule, found: Round) -> Iterator[Diagnostic]:
 
 def prove(found: Round) -> Iterator[Diagnostic]:
     """The first broken law of the Plan, or nothing."""
-    if not found.moves.protocol.carries_flags:
+    if not found.moves.carrier.has_flags_in_data:
         yield from _prove(found)
         return
     for law in (_waits_without_signal, packets.written_twice, packets.told_apart):
