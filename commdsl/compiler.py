@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, assert_never, overload
 
 from commdsl import checks
-from commdsl.checks.built import unbuilt_casts, unbuilt_lengths, unbuilt_schedule
+from commdsl.checks.built import unbuilt_casts, unbuilt_lengths, unbuilt_products, unbuilt_schedule
 from commdsl.checks.tasks import tasks_without_kernel
 from commdsl.cost.report import Report, far_from_bound, report
 from commdsl.ir import resolve
@@ -304,7 +304,7 @@ def check_schedule(files: tuple[File, ...], decl: ScheduleDecl, given: Given) ->
     found = _raise_errors((*checks.check_files(files), *checks.check_schedule(meant)))
     warnings = (*resolve.warnings(files, decl), *found)
     unbuilt = (*unbuilt_schedule(meant), *unbuilt_lengths(meant), *unbuilt_casts(meant, given.transport))
-    _raise_errors((*unbuilt, *tasks_without_kernel(meant, given.transport)))
+    _raise_errors((*unbuilt, *unbuilt_products(meant), *tasks_without_kernel(meant, given.transport)))
     moving, _ = ending(meant)
     stopped = stopping(moving).schedule
     visits = lower_visits(stopped, given.transport) if meant.stops else None

@@ -34,8 +34,9 @@ from commdsl import compiler
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.trial import Settings, trial
 from commdsl.ir import interpret
+from commdsl.ir.contracts import Contract
 from commdsl.ir.lengths import block_lengths, num_entries
-from commdsl.ir.schedules import Contract, Schedule, Step, Yield
+from commdsl.ir.schedules import Schedule, Step, Yield
 from commdsl.language.diagnostics import CommError, render_full
 from commdsl.language.format import format_file
 from commdsl.language.kinds import GIVEN

@@ -246,7 +246,7 @@ def simulate(steps: list[AnyStep]) -> tuple[list[Counter[int]], list[list[Counte
 COMPUTES = (
     Yield((0,), (), build.span(7)),
     Yield((0,), (), build.span(7), (0,), "attend"),
-    Task("add", (0, 0), (0,), (), None, (), build.span(8)),
+    Yield((0,), (), build.span(8), (0,), "more"),
 )
 
 

@@ -41,7 +41,7 @@ CHAIN = """schedule chain for P ranks where P >= 2 {
   scratch c[P blocks, 2]
   scratch d[P blocks, 2]
   output y[2]
-  ensure reduce_scatter(d -> y)
+  ensure each r, i in 0 ..< 2 { y[i] == sum(multiply(add(a[r, i], b[r, i]), b[r, i]) @ all) }
   compute add(a, b -> c)
   compute multiply(c, b -> d)
   each r, i in 0 ..< 2 { reduce d[r, i] @ all -> y[i] }

@@ -1,4 +1,4 @@
-"""C590, C594, C595: no kernel runs this yet.
+"""C590, C592, C594, C595: no kernel runs this yet.
 
 Assumes what `resolve` found legal. Does not judge: what the language has and its laws accept is still to be built.
 """
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from commdsl.checks.locations import Located, LocatedStep
 from commdsl.ir.schedules import Schedule, Step, Task, Yield
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.kinds import BufferKind
@@ -31,6 +32,32 @@ def unbuilt_schedule(schedule: Schedule) -> Iterator[Diagnostic]:
                 return
             case Step() | Yield() | Task():
                 pass
+
+
+def unbuilt_products(schedule: Schedule) -> Iterator[Diagnostic]:
+    """Yield C592, one message: a product of what another one made, or a sum with what an activation made."""
+    if not schedule.has_products:
+        return
+    located = Located(schedule)
+    made, activated = np.zeros(located.size, np.bool_), np.zeros(located.size, np.bool_)
+    for step in located.steps:
+        results = []
+        for moves in step.moves if isinstance(step, LocatedStep) else ():
+            is_product, ends = moves.given is not None, moves.moves.epilogue.activation is not None
+            chained = moves.reads[made[moves.reads]] if is_product else moves.dest[:0]
+            added = moves.dest[activated[moves.dest]] if moves.moves.accumulate else moves.dest[:0]
+            for places, what in (
+                (chained, "what another product made"),
+                (added, "added to, and an activation made it"),
+            ):
+                if len(places):
+                    label, help = f"{located.name(int(places[0]))} is {what}", "call another schedule with this result"
+                    yield Diagnostic("C592", "no kernel runs this product", Label(moves.moves.span, label), help=help)
+                    return
+            of = made[moves.sources].any(axis=1), activated[moves.sources].any(axis=1)
+            results.append((moves.dest, is_product | of[0], (is_product & ends) | of[1]))
+        for dest, product, activation in results:
+            made[dest], activated[dest] = product, activation
 
 
 def unbuilt_lengths(schedule: Schedule) -> Iterator[Diagnostic]:

@@ -12,8 +12,9 @@ from typing import assert_never
 
 import numpy as np
 
+from commdsl.ir.contracts import Contract, Rotation
 from commdsl.ir.dispatches import ByKey, ByTable, Dispatch, RowTensor, Sort
-from commdsl.ir.schedules import AnyStep, Buffer, Contract, Rotation, Schedule, Statement, Step, Task, Yield
+from commdsl.ir.schedules import AnyStep, Buffer, Schedule, Statement, Step, Task, Yield
 from commdsl.ir.words import step_words
 from commdsl.language.source import Source, Span
 from commdsl.language.syntax import File, Node

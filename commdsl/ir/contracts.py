@@ -1,0 +1,158 @@
+"""What contracts mean: the chunks at the end, and the terms or the chunks that they are equal to.
+
+Assumes resolved ranks and chunks. Does not know the steps.
+
+A `Term` over n rows has a value for each row. Functions are uninterpreted: two terms are equal if they are built alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import TypeAlias, assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commdsl.language.records import dataclass
+from commdsl.language.source import Span
+
+Ints: TypeAlias = NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkTerm:
+    """A chunk that the caller gives, or that a function of the caller wrote last."""
+
+    buffer: int
+    rank: Ints  # (n,)
+    chunk: Ints  # (n,)
+
+
+@dataclass(frozen=True, eq=False)
+class SumTerm:
+    """Terms combined by an operation: row i of `of` belongs to row `row[i]`."""
+
+    operation: str
+    of: Term  # over m rows
+    row: Ints  # (m,), ascending
+    count: int  # n
+
+
+@dataclass(frozen=True, eq=False)
+class AppliedTerm:
+    """A result of a function of the registry."""
+
+    function: str
+    operands: tuple[Term, ...]
+    result: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class FinishedTerm:
+    """A term with the epilogue of a product: a bias is added, an activation applied, a residual added."""
+
+    of: Term
+    bias: ChunkTerm | None
+    activation: str | None
+    residual: ChunkTerm | None
+
+
+Term: TypeAlias = ChunkTerm | SumTerm | AppliedTerm | FinishedTerm
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What a contract says of casts: how often the most rounded contribution is, and to which element type."""
+
+    times: int
+    element: str
+
+    @property
+    def words(self) -> str:
+        return f"rounded({self.element}, {self.times})"
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Over the yields every chunk of `sources[0]` is handed over, in it or in `dests[0]`, on every rank exactly once;
+    at each yield chunk i of `sources[n]` or `dests[n]` is of the same rank and chunk for every n.
+
+    `visits[r, q, c]`: whether rank r is handed chunk c of rank q; None: every rank every chunk. `back`: none, or a
+    buffer for each of `sources` that at the end has, chunk by chunk, the sum of what yields wrote about it.
+    """
+
+    sources: tuple[int, ...]  # buffers
+    dests: tuple[int, ...]
+    visits: NDArray[np.bool_] | None  # (num_ranks, num_ranks, num_chunks)
+    back: tuple[int, ...] = ()
+
+    @property
+    def buffers(self) -> frozenset[int]:
+        """In which pieces are handed over."""
+        return frozenset((*self.sources, *self.dests))
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What must hold at the end. Row j: chunk `dest_chunk[j]` on `dest_rank[j]` equals value `value[j]`.
+
+    Value v is the combination of initial chunks (source_rank[v, i], source_chunk[v, i]) of `source_buffer`, i in rank
+    order: one (a copy) or several (a reduction). `operation` is how they are combined, None of copies; "sum" stands for
+    the call's, too, where no statement names one. Of a scratch buffer, the chunks that its last Task or Yield wrote.
+    `name` is the collective ("allreduce", "general", "rotation", ...). A rotation has no rows: `rotation` says what
+    holds over the yields. Locations without a row are free at the end.
+
+    `term`: what the rows are equal to, one for each row, where a contract names functions. Its values then are the
+    chunks that are combined there but for functions: of a function the first operand, as a move would bring it.
+    """
+
+    name: str
+    source_buffer: int
+    dest_buffer: int
+    operation: str | None
+    dest_rank: Ints  # (n,)
+    dest_chunk: Ints  # (n,)
+    value: Ints  # (n,)
+    source_rank: Ints  # (m, k)
+    source_chunk: Ints  # (m, k)
+    root: int | None
+    span: Span = field(repr=False)
+    source_valid: NDArray[np.bool_] | None = None  # (m, k), None: all
+    rotation: Rotation | None = None
+    rounding: Rounding | None = None
+    term: Term | None = None
+
+    @property
+    def summed(self) -> frozenset[int]:
+        """Of how many chunks its values are sums."""
+        if self.operation != "sum":
+            return frozenset()
+        if self.source_valid is None:
+            return frozenset({self.source_rank.shape[1]})
+        return frozenset(self.source_valid.sum(axis=1).tolist())
+
+
+def parts_of(term: Term) -> tuple[Term, ...]:
+    """Return the terms right inside a term."""
+    match term:
+        case ChunkTerm():
+            return ()
+        case SumTerm(_, of):
+            return (of,)
+        case AppliedTerm(_, operands):
+            return operands
+        case FinishedTerm(of, bias, _, residual):
+            return (of, *(one for one in (bias, residual) if one is not None))
+        case _:
+            assert_never(term)
+
+
+def sources_of(contract: Contract) -> tuple[int, ...]:
+    """Return the buffers whose chunks a contract is about, each once."""
+    found, left = dict[int, None](), [] if contract.term is None else [contract.term]
+    while left:
+        term = left.pop()
+        left += reversed(parts_of(term))
+        if isinstance(term, ChunkTerm):
+            found[term.buffer] = None
+    return tuple(found) or (contract.source_buffer,)
