@@ -7,12 +7,14 @@ A `Term` over n rows has a value for each row. Functions are uninterpreted: two 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import field
 from typing import TypeAlias, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.functions import FUNCTIONS
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
 
@@ -147,12 +149,22 @@ def parts_of(term: Term) -> tuple[Term, ...]:
             assert_never(term)
 
 
-def sources_of(contract: Contract) -> tuple[int, ...]:
-    """Return the buffers whose chunks a contract is about, each once."""
-    found, left = dict[int, None](), [] if contract.term is None else [contract.term]
+def terms_of(contract: Contract) -> Iterator[Term]:
+    """Yield every term in a contract, each before those inside it."""
+    left = [] if contract.term is None else [contract.term]
     while left:
         term = left.pop()
         left += reversed(parts_of(term))
-        if isinstance(term, ChunkTerm):
-            found[term.buffer] = None
+        yield term
+
+
+def sources_of(contract: Contract) -> tuple[int, ...]:
+    """Return the buffers whose chunks a contract is about, each once."""
+    found = dict.fromkeys(term.buffer for term in terms_of(contract) if isinstance(term, ChunkTerm))
     return tuple(found) or (contract.source_buffer,)
+
+
+def is_exact(contract: Contract) -> bool:
+    """Whether kernels leave the bits of the reference interpreter."""
+    applied = (term for term in terms_of(contract) if isinstance(term, AppliedTerm))
+    return all(one.result not in FUNCTIONS[one.function].inexact for one in applied)

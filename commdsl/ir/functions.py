@@ -44,6 +44,7 @@ class Function:
     operation: str = ""  # of an element-wise function: "sum" or "prod", as of a reduction
     commutes: bool = False  # the order of the operands does not matter
     given: tuple[Extent, ...] = ()  # of a row-wise function: its operands behind the rows
+    inexact: tuple[int, ...] = ()  # results whose last bits depend on the order of a sum: kernels choose it
 
     @property
     def row(self) -> int:
@@ -66,6 +67,7 @@ FUNCTIONS: Mapping[str, Function] = MappingProxyType(
                 "y = x + residual, rounded; z = each row of y divided by the root of its mean square and eps, times w",
                 num_results=2,
                 given=(Extent.ROWS, Extent.ROW, Extent.NUMBER),
+                inexact=(1,),
             ),
             Function(MATMUL, Shape.PRODUCT, 2, "c = a times w transposed; an epilogue may follow"),
         )
