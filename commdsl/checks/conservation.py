@@ -48,7 +48,7 @@ def _broken(located: Located, contract: Contract, bad: NDArray[np.int64]) -> Dia
     """Recount the first of the broken rows exactly, and say how it differs."""
     row, counts = int(bad[0]), (len(bad), len(contract.dest_rank))
     location = int(located.contract_dests(contract)[row])
-    if not located.schedule.computes and contract.term is None:
+    if not located.schedule.has_functions:
         wanted = np.zeros(located.size, np.int64)
         np.add.at(wanted, located.contract_sources(contract)[contract.value[row]], 1)
         wanted[located.nowhere] = 0
@@ -87,13 +87,13 @@ def _to_write(located: Located, contract: Contract, terms: Terms, bad: NDArray[n
         pairs.insert(0, (meant[len("sum(") : -len(" @ all)")], said[len("sum(") : -len(" @ all)")]))
     for old, new in pairs:
         is_alike = old.startswith("sum(") == new.startswith("sum(") and found.count(old) == 1
-        if is_alike and not _NUMBERED.search(found.replace(old, "")):
+        if is_alike and not _ONE_ROW.search(found.replace(old, "")):
             return f"name the functions, as in `{left} == {found.replace(old, new)}`"
     return f"name the functions: on rank {rank} it is `{located.chunk_name(location).strip('`')} == {found}`"
 
 
-_NUMBERED = re.compile(r"(@ |[^)]\[[^]]*)\d")
-"""A rank or an index that holds of one row alone."""
+_ONE_ROW = re.compile(r"(@ |[^)]\[[^]]*)\d| more\)|\.\.\.|(?:^|\(|, )bias ")
+"""A rank or an index that holds of one row alone; what is shortened, or no contract says so."""
 
 
 @dataclass(frozen=True, eq=False)

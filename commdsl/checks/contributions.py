@@ -62,7 +62,7 @@ def initial(located: Located) -> Contents:
     """Return contents in which every location the caller fills, and each origin, holds its own mark once."""
     given = np.flatnonzero(located.given())
     given, size = given[given != located.nowhere], located.size
-    if size * len(given) <= EXACT_CELLS and not located.schedule.computes:
+    if size * len(given) <= EXACT_CELLS and not located.schedule.has_functions:
         sums = np.zeros((size, max(1, len(given))), dtype=np.uint64)
         sums[given, np.arange(len(given))] = 1
     else:
@@ -120,11 +120,12 @@ def _meant(located: Located, term: Term, start: Contents) -> Contents:
     match term:
         case ChunkTerm(buffer, rank, chunk):
             return start.at(located.at_start(buffer, rank, chunk))
-        case SumTerm(_, of, row, count):
-            inner = _meant(located, of, start)
-            found = Contents(np.zeros((count, 1), np.uint64), np.zeros(count, np.int64))
-            np.add.at(found.sums, row, inner.sums)
-            np.add.at(found.totals, row, inner.totals)
+        case SumTerm(_, parts, rows, count):
+            found = Contents(np.zeros((count, start.sums.shape[1]), np.uint64), np.zeros(count, np.int64))
+            for part, row in zip(parts, rows, strict=True):
+                inner = _meant(located, part, start)
+                np.add.at(found.sums, row, inner.sums)
+                np.add.at(found.totals, row, inner.totals)
             return Contents(found.sums, np.minimum(found.totals, MANY))
         case AppliedTerm(function, operands, result):
             return applied((function, result), [_meant(located, one, start) for one in operands])

@@ -122,8 +122,9 @@ class Terms:
         match term:
             case ChunkTerm(buffer, rank, chunk):
                 return self.chunk(int(self.located.at_start(buffer, rank[row : row + 1], chunk[row : row + 1])[0]))
-            case SumTerm(_, of, rows):
-                return summed([self._meant(of, one) for one in np.flatnonzero(rows == row).tolist()])
+            case SumTerm(_, parts, rows):
+                pairs = zip(parts, rows, strict=True)
+                return summed([self._meant(of, one) for of, at in pairs for one in np.flatnonzero(at == row).tolist()])
             case AppliedTerm(function, operands, result):
                 return self.applied(function, result, [self._meant(one, row) for one in operands])
             case FinishedTerm(of, bias, activation, residual):
@@ -160,7 +161,7 @@ class Terms:
         if not ends:
             return self._plain(terms, rank)
         said = self.text(tuple(core), rank)
-        return f"({said}) with {', '.join(ends)}" if _is_several(said) else f"{said} with {', '.join(ends)}"
+        return f"{_enclosed(said)} with {', '.join(ends)}"
 
     def _plain(self, terms: Sum, rank: int) -> str:
         """Terms that are added up, the rank's own first; those that every rank has alike are one `@ all`."""
@@ -178,8 +179,11 @@ class Terms:
                 said.append((-1, f"sum({_enclosed(text)} @ all)"))
             else:
                 said += [(-1, text) if one == rank else (one, f"{_enclosed(text)} @ {one}") for one in homes]
-        more = f" + {len(said) - SHOWN} more" if len(said) > SHOWN else ""
-        return " + ".join(text for _, text in sorted(said)[:SHOWN]) + more if said else "nothing"
+        if len(said) < 2:
+            return "".join(text for _, text in said) or "nothing"
+        more = f" and {len(said) - SHOWN} more" if len(said) > SHOWN else ""
+        listed = [text[len("sum(") : -1] if text.endswith("@ all)") else text for _, text in sorted(said)]
+        return f"sum({', '.join(listed[:SHOWN])}{more})"
 
     def _one(self, number: int, rank: int) -> str:
         built = self.built[number]
@@ -191,7 +195,7 @@ class Terms:
         if built.function == BIAS:
             return f"bias {operands[0]}"
         if built.function in ACTIVATIONS:
-            return f"{f'({operands[0]})' if _is_several(operands[0]) else operands[0]} with {built.function}"
+            return f"{_enclosed(operands[0])} with {built.function}"
         several = built.function in FUNCTIONS and FUNCTIONS[built.function].num_results > 1
         text = f"{built.function}({', '.join(map(_enclosed, operands))})" + (f"[{built.number}]" if several else "")
         return text if len(text) <= LONGEST else text[:LONGEST] + "..."
@@ -212,17 +216,13 @@ class Terms:
         return f"has `{texts[0]}`" + (f" in place of `{texts[1]}`" if fewer else " besides")
 
 
-def _is_several(text: str) -> bool:
-    """Whether a text is a sum, or ends with something, outside parentheses."""
+def _enclosed(text: str) -> str:
+    """A text in parentheses, if it ends with something outside of any."""
     depth, outside = 0, ""
     for letter in text:
         depth += (letter in "([") - (letter in ")]")
         outside += letter if depth == 0 else ""
-    return " + " in outside or " with " in outside
-
-
-def _enclosed(text: str) -> str:
-    return f"({text})" if _is_several(text) else text
+    return f"({text})" if " with " in outside else text
 
 
 def summed(parts: Sequence[Sum]) -> Sum:

@@ -69,14 +69,15 @@ def value_of(term: Term, row: int, numbers: Numbers) -> Value:
                 return Value(elements, np.zeros(0), columns)
             wide = of.widen(elements).astype(numbers.precise)
             return Value(wide, np.zeros_like(wide), columns)
-        case SumTerm(_, of, rows):
-            first, last = np.searchsorted(rows, (row, row + 1))
-            return combined([value_of(of, one, numbers) for one in range(first, last)], numbers.operation, numbers)
+        case SumTerm(_, parts, rows):
+            ends = ((of, np.searchsorted(at, (row, row + 1))) for of, at in zip(parts, rows, strict=True))
+            terms = [value_of(of, one, numbers) for of, here in ends for one in range(*here.tolist())]
+            return combined(terms, numbers.operation, numbers)
         case AppliedTerm(function, operands, result):
             return _applied(function, result, [value_of(one, row, numbers) for one in operands], numbers)
         case FinishedTerm(of, bias, activation, residual):
-            parts = [None if one is None else value_of(one, row, numbers) for one in (bias, residual)]
-            return _finished(value_of(of, row, numbers), parts[0], activation, parts[1], numbers)
+            first, last = (None if one is None else value_of(one, row, numbers) for one in (bias, residual))
+            return _finished(value_of(of, row, numbers), first, activation, last, numbers)
         case _:
             assert_never(term)
 

@@ -32,11 +32,11 @@ class ChunkTerm:
 
 @dataclass(frozen=True, eq=False)
 class SumTerm:
-    """Terms combined by an operation: row i of `of` belongs to row `row[i]`."""
+    """Terms combined by an operation: row i of `parts[k]` belongs to row `rows[k][i]`."""
 
     operation: str
-    of: Term  # over m rows
-    row: Ints  # (m,), ascending
+    parts: tuple[Term, ...]  # over m rows each
+    rows: tuple[Ints, ...]  # (m,) each, ascending
     count: int  # n
 
 
@@ -139,10 +139,8 @@ def parts_of(term: Term) -> tuple[Term, ...]:
     match term:
         case ChunkTerm():
             return ()
-        case SumTerm(_, of):
-            return (of,)
-        case AppliedTerm(_, operands):
-            return operands
+        case SumTerm(_, parts) | AppliedTerm(_, parts):
+            return parts
         case FinishedTerm(of, bias, _, residual):
             return (of, *(one for one in (bias, residual) if one is not None))
         case _:

@@ -322,9 +322,11 @@ class Schedule:
         return tuple(one for one in self.statements if one.applied is not None)
 
     @property
-    def computes(self) -> bool:
-        """Whether functions of the registry make anything: moves alone do not say what a chunk is then."""
-        return self.has_products or bool(self.rowwise) or any(isinstance(step, Task) for step in self.steps)
+    def has_functions(self) -> bool:
+        """Whether steps apply functions of the registry, or contracts name any."""
+        is_named = any(contract.term is not None for contract in self.contracts)
+        tasks = (step for step in self.steps if isinstance(step, Task))
+        return is_named or self.has_products or bool(self.rowwise) or next(tasks, None) is not None
 
     @property
     def has_own_units(self) -> bool:

@@ -154,8 +154,8 @@ def _at(place: syntax.Expr | syntax.All | None, node: syntax.Node) -> str:
 def clause_term(node: syntax.Term) -> str:
     """A term as all that a clause says: what it ends with needs no parentheses."""
     if isinstance(node, syntax.Finished) and node.place is None:
-        return _listed(node.of) + epilogue(node.epilogue)
-    return _listed(node)
+        return term(node.of) + epilogue(node.epilogue)
+    return term(node)
 
 
 def term(node: syntax.Term) -> str:
@@ -165,22 +165,14 @@ def term(node: syntax.Term) -> str:
         case syntax.Applied(function, operands, result, place):
             chosen = "" if result is None else f"[{result.value}]"
             return f"{function.text}({', '.join(map(term, operands))}){chosen}{_at(place, node)}"
-        case syntax.Combined(operation, place=place):
-            return f"{operation}({_list(node)}){_at(place, node)}"
+        case syntax.Combined(operation, parts, place):
+            return f"{operation}({', '.join(map(term, parts))}){_at(place, node)}"
+        case syntax.Listed(of, bound, condition):
+            return f"{term(of)} for {binder(bound)}" + ("" if condition is None else f" if {expr(condition)}")
         case syntax.Finished(of, endings, place):
             return f"({term(of)}{epilogue(endings)}){_at(place, node)}"
         case _:
             assert_never(node)
-
-
-def _listed(node: syntax.Term) -> str:
-    """A term, or a list that no operation combines."""
-    return _list(node) if isinstance(node, syntax.Combined) and node.operation is None else term(node)
-
-
-def _list(node: syntax.Combined) -> str:
-    bound = "" if node.binder is None else f" for {binder(node.binder)}"
-    return term(node.of) + bound + ("" if node.condition is None else f" if {expr(node.condition)}")
 
 
 def epilogue(nodes: Iterable[syntax.Ending]) -> str:

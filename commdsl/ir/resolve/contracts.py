@@ -20,7 +20,7 @@ from commdsl.ir.resolve.faults import Poisoned
 from commdsl.ir.resolve.rotations import rotating_names, rotation
 from commdsl.ir.resolve.rows import Binding, spread
 from commdsl.ir.resolve.steps import read_list
-from commdsl.ir.resolve.terms import as_lists, check_given, inner_span, leading, operations_of, results_of, term_of
+from commdsl.ir.resolve.terms import as_lists, check_given, leading, operations_of, results_of, term_of
 from commdsl.ir.schedules import Buffer
 from commdsl.language import syntax as syn
 from commdsl.language.kinds import RETURNED
@@ -138,8 +138,10 @@ def _plain(term: syn.Term) -> syn.Source_ | None:
     match term:
         case syn.Ref():
             return syn.Source_(term, span=term.span)
-        case syn.Combined(_, syn.Ref() as ref, binder, condition, None):
-            return syn.Source_(ref, binder, condition, span=inner_span(term))
+        case syn.Combined(_, (syn.Ref() as ref,), None):
+            return syn.Source_(ref, span=ref.span)
+        case syn.Combined(_, (syn.Listed(syn.Ref() as ref, binder, condition) as listed,), None):
+            return syn.Source_(ref, binder, condition, span=listed.span)
         case _:
             return None
 

@@ -75,8 +75,11 @@ def _check(rules: ExpressionRules, term: syn.Term, *, listed: bool = False) -> N
                 rules.faults.report("C122", f"`{function.name}` has {_results(function.num_results)}", term.span,
                                     "which of them?", help=help)  # fmt: skip
             _applied(rules, term)
-        case syn.Combined():
-            _combined(rules, term)
+        case syn.Combined(_, parts):
+            for part in parts:
+                _check(rules, part, listed=True)
+        case syn.Listed():
+            _listed(rules, term, listed=listed)
         case syn.Finished(of, endings):
             _check(rules, of)
             check_epilogue(rules, endings, afar=True)
@@ -100,17 +103,16 @@ def _applied(rules: ExpressionRules, term: syn.Applied) -> None:
         _check(rules, operand)
 
 
-def _combined(rules: ExpressionRules, term: syn.Combined) -> None:
+def _listed(rules: ExpressionRules, term: syn.Listed, *, listed: bool) -> None:
     with rules.block():
-        if term.binder is not None:
-            rules.bind(term.binder.name, term.binder.domain)
+        rules.bind(term.binder.name, term.binder.domain)
         if term.condition is not None:
             rules.expect(term.condition, Kind.CONDITION)
         _check(rules, term.of, listed=True)
-    if term.operation is None:
+    if not listed:
         rules.faults.report("C115", "a copy has one source", term.span, "a list",
                             help=f"write `== sum({term.span.text})`")  # fmt: skip
-    elif term.binder is not None and isinstance(term.of.place, syn.All):
+    elif isinstance(term.of.place, syn.All):
         rules.faults.report("C115", "two lists in one sum", term.span, "`@ all` and `for`",
                             help="name the rank: `sum(x @ q for q in 0 ..< P)`")  # fmt: skip
 
@@ -145,8 +147,18 @@ class _Builder:
                 here = self.at(rows, place)
                 made = tuple(self.term(operand, here) for operand in operands)
                 return AppliedTerm(function.text, made, 0 if result is None else result.value)
-            case syn.Combined():
-                return self.combined(node, self.at(rows, node.place))
+            case syn.Combined(operation, parts, place):
+                here = _with(self.at(rows, place), PARENT, np.arange(rows.count))
+                inner = [self.listed(part, here) for part in parts]
+                is_there = np.zeros(rows.count, np.bool_)
+                for one in inner:
+                    is_there[one.values(PARENT)] = True
+                check_sums(self.named(rows), inner_span(node), is_there, self.binding)
+                terms = tuple(self.term(part, one) for part, one in zip(parts, inner, strict=True))
+                parents = tuple(one.values(PARENT).astype(np.int32) for one in inner)
+                return SumTerm(operation, terms, parents, rows.count)
+            case syn.Listed(of):
+                return self.term(of, rows)
             case syn.Finished(of, endings, place):
                 here = self.at(rows, place)
                 activation, refs = endings_that_hold(endings, node.span, self.binding, self.outer)
@@ -177,19 +189,17 @@ class _Builder:
     def named(self, rows: Rows) -> NamedRows:
         return NamedRows(self.contract, rows, rows.values(ACTOR))
 
-    def combined(self, node: syn.Combined, rows: Rows) -> SumTerm:
-        numbered = _with(rows, PARENT, np.arange(rows.count))
-        name = syn.Name(PLACE, span=node.span)
-        binder = syn.Binder(name, None, span=node.span) if isinstance(node.of.place, syn.All) else node.binder
-        inner = numbered if binder is None else self.binding.bound(numbered, binder, self.outer)
-        if node.condition is not None:
-            inner = inner.filtered(self.binding.condition(node.condition, inner, self.outer))
-        parent = inner.values(PARENT).astype(np.int32)
-        is_there = np.zeros(rows.count, np.bool_)
-        is_there[parent] = True
-        check_sums(self.named(rows), inner_span(node), is_there, self.binding)
-        assert node.operation is not None
-        return SumTerm(node.operation, self.term(node.of, inner), parent, rows.count)
+    def listed(self, part: syn.Term, rows: Rows) -> Rows:
+        """The rows of a part of a sum: one for each value of its binder, or for each rank."""
+        if isinstance(part, syn.Listed):
+            inner = self.binding.bound(rows, part.binder, self.outer)
+            if part.condition is not None:
+                inner = inner.filtered(self.binding.condition(part.condition, inner, self.outer))
+            return inner
+        if isinstance(part.place, syn.All):
+            every = syn.Binder(syn.Name(PLACE, span=part.span), None, span=part.span)
+            return self.binding.bound(rows, every, self.outer)
+        return rows
 
 
 def term_of(clause: syn.Clause, named: NamedRows, binding: Binding, outer: Scope, extents: tuple[int, ...]) -> Term:
@@ -235,9 +245,13 @@ def leading(term: Term) -> Leading:
     match term:
         case ChunkTerm(buffer, rank, chunk):
             return buffer, np.arange(len(rank), dtype=np.int32), rank, chunk
-        case SumTerm(_, of, row):
-            buffer, rows, rank, chunk = leading(of)
-            return buffer, row[rows], rank, chunk
+        case SumTerm(_, parts, row):
+            buffer = leading(parts[0])[0]
+            each = zip(row, map(leading, parts), strict=True)
+            found = [(at[rows], rank, chunk) for at, (of, rows, rank, chunk) in each if of == buffer]
+            rows, rank, chunk = (np.concatenate(one) for one in zip(*found, strict=True))
+            order = np.argsort(rows, kind="stable")
+            return buffer, rows[order], rank[order], chunk[order]
         case AppliedTerm(_, operands):
             return leading(operands[0])
         case FinishedTerm(of):
@@ -268,6 +282,5 @@ def results_of(term: Term, count: int) -> tuple[Term, ...]:
 
 
 def inner_span(node: syn.Combined) -> Span:
-    """Return the place of a list, without the operation around it."""
-    last = next(one for one in (node.condition, node.binder, node.of) if one is not None)
-    return Span(node.span.source, node.of.span.start, last.span.end)
+    """Return the place of what is combined, without the operation around it."""
+    return Span(node.span.source, node.parts[0].span.start, node.parts[-1].span.end)

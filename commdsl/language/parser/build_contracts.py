@@ -44,17 +44,13 @@ def _clause(span: Span, parts: Children) -> syntax.Clause:
     return syntax.Clause(dests, term, span=span)
 
 
-def _list(span: Span, parts: Children) -> syntax.Combined:
-    """A list that no operation combines yet."""
-    term, binder, condition = parts
-    return syntax.Combined(None, term, binder, condition, None, span=span)
+def _list(span: Span, parts: Children) -> syntax.Listed:
+    return syntax.Listed(*parts, span=span)
 
 
 def _combined(span: Span, parts: Children) -> syntax.Combined:
-    operation, of, place = parts
-    if isinstance(of, syntax.Combined) and of.operation is None:
-        return syntax.Combined(str(operation), of.of, of.binder, of.condition, place, span=span)
-    return syntax.Combined(str(operation), of, None, None, place, span=span)
+    operation, *terms, place = parts
+    return syntax.Combined(str(operation), tuple(terms), place, span=span)
 
 
 def _applied(span: Span, parts: Children) -> syntax.Applied:

@@ -46,13 +46,21 @@ class Applied(Node):
 
 
 @dataclass(frozen=True, slots=True)
-class Combined(Node):
-    """`sum(x @ all)`, `max(x @ q for q in 0 ..< P if q != r)`: terms combined by an operation."""
+class Listed(Node):
+    """`x @ q for q in 0 ..< P if q != r`: a term for each value of a binder."""
 
-    operation: str | None  # None: a list where one term belongs
     of: Term
-    binder: Binder | None
+    binder: Binder
     condition: Expr | None
+    place: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Combined(Node):
+    """`sum(x @ all)`, `max(x @ q for q in 0 ..< P)`, `sum(matmul(x, w), t)`: terms combined by an operation."""
+
+    operation: str
+    parts: tuple[Term, ...]  # Listed, or on `all`, or one term each
     place: Expr | All | None
 
 
@@ -65,7 +73,7 @@ class Finished(Node):
     place: Expr | All | None
 
 
-Term: TypeAlias = Ref | Applied | Combined | Finished
+Term: TypeAlias = Ref | Applied | Combined | Listed | Finished
 """What a chunk is equal to."""
 
 
