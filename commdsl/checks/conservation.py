@@ -1,4 +1,4 @@
-"""C306, C307, C308, C330: each contribution arrives exactly once, by the functions that `ensure` names.
+"""C306, C307, C308, C330: every contribution arrives exactly once, where `ensure` says, by the functions it names.
 
 Assumes indices in bounds, no overlapping writes, no undefined reads. One message per clause, for the first location
 that breaks it: the others mostly follow from the same mistake. Does not look at the order of a reduction, which `cost`

@@ -41,10 +41,10 @@ class Built:
 
 
 class Terms:
-    """All terms that were built, by number."""
+    """All terms that were built, by number. `whole`: texts are not shortened."""
 
-    def __init__(self, located: Located) -> None:
-        self.located = located
+    def __init__(self, located: Located, *, whole: bool = False) -> None:
+        self.located, self.whole = located, whole
         self._numbers: dict[Built, int] = {}
         self.built: list[Built] = []
         self.ranks: list[frozenset[int]] = []  # of all chunks of each
@@ -181,9 +181,10 @@ class Terms:
                 said += [(-1, text) if one == rank else (one, f"{_enclosed(text)} @ {one}") for one in homes]
         if len(said) < 2:
             return "".join(text for _, text in said) or "nothing"
-        more = f" and {len(said) - SHOWN} more" if len(said) > SHOWN else ""
+        shown = len(said) if self.whole else SHOWN
+        more = f" and {len(said) - shown} more" if len(said) > shown else ""
         listed = [text[len("sum(") : -1] if text.endswith("@ all)") else text for _, text in sorted(said)]
-        return f"sum({', '.join(listed[:SHOWN])}{more})"
+        return f"sum({', '.join(listed[:shown])}{more})"
 
     def _one(self, number: int, rank: int) -> str:
         built = self.built[number]
@@ -198,7 +199,7 @@ class Terms:
             return f"{_enclosed(operands[0])} with {built.function}"
         several = built.function in FUNCTIONS and FUNCTIONS[built.function].num_results > 1
         text = f"{built.function}({', '.join(map(_enclosed, operands))})" + (f"[{built.number}]" if several else "")
-        return text if len(text) <= LONGEST else text[:LONGEST] + "..."
+        return text if self.whole or len(text) <= LONGEST else text[:LONGEST] + "..."
 
     def difference(self, found: Sum, wanted: Sum, rank: int) -> str:
         """Say where two sums part: as deep inside as they differ in one term, and in one operand of it, alone."""
