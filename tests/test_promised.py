@@ -272,6 +272,27 @@ def test_written_equalities(op: str) -> None:
     assert found.promised.compared_bytes == 4 * 3 * 64 + 4 * 64
 
 
+UNLIKE = """schedule unlike for P ranks where P >= 2 {
+  input a
+  input b
+  input c
+  output y
+  ensure each r { y == sum(a, b @ (r - 1) % P, c) }
+  each r { copy a -> y }
+  each r { reduce b -> y @ (r + 1) % P }
+  each r { reduce c -> y }
+}
+"""
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "min", "prod", "avg"])
+def test_sums_of_unlike_terms(op: str) -> None:
+    """Chunks of several buffers are combined as the call says; a mean divides by the number of terms."""
+    found = tried(compiled(UNLIKE, 3), op=op, size=400)
+    assert (found.fault, found.promised.unknown) == ("", ())
+    assert found.promised.compared_bytes == 3 * 400
+
+
 def test_chunks_that_look_alike_are_not_claimed() -> None:
     """Truth values of one byte are not told apart, and it is said."""
     found = tried(shipped("rotation_ring"), dtype="bool", size=1)

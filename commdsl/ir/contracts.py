@@ -129,6 +129,8 @@ class Contract:
         """Of how many chunks its values are sums."""
         if self.operation != "sum":
             return frozenset()
+        if self.term is not None:
+            return frozenset(combined_in(self.term).tolist())
         if self.source_valid is None:
             return frozenset({self.source_rank.shape[1]})
         return frozenset(self.source_valid.sum(axis=1).tolist())
@@ -145,6 +147,22 @@ def parts_of(term: Term) -> tuple[Term, ...]:
             return (of, *(one for one in (bias, residual) if one is not None))
         case _:
             assert_never(term)
+
+
+def combined_in(term: Term) -> NDArray[np.int64]:
+    """Return of how many chunks each row is a combination, of a function those of its first operand."""
+    match term:
+        case ChunkTerm(_, rank):
+            return np.ones(len(rank), np.int64)
+        case SumTerm(_, parts, rows, count):
+            found = np.zeros(count, np.int64)
+            for part, row in zip(parts, rows, strict=True):
+                np.add.at(found, row, combined_in(part))
+            return found
+        case AppliedTerm(_, (first, *_)) | FinishedTerm(first):
+            return combined_in(first)
+        case _:
+            raise AssertionError(term)
 
 
 def terms_of(contract: Contract) -> Iterator[Term]:
