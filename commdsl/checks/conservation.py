@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.checks.contributions import Contents, forward, initial, promised, recount
+from commdsl.checks.contributions import Contents, forward, initial, promised
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, statement_key
 from commdsl.checks.terms import Terms
 from commdsl.ir.contracts import Contract
@@ -48,11 +48,6 @@ def _broken(located: Located, contract: Contract, bad: NDArray[np.int64]) -> Dia
     """Recount the first of the broken rows exactly, and say how it differs."""
     row, counts = int(bad[0]), (len(bad), len(contract.dest_rank))
     location = int(located.contract_dests(contract)[row])
-    if not located.schedule.has_functions:
-        wanted = np.zeros(located.size, np.int64)
-        np.add.at(wanted, located.contract_sources(contract)[contract.value[row]], 1)
-        wanted[located.nowhere] = 0
-        return _diagnose(located, contract, Difference(location, wanted, recount(located, location)), *counts)
     terms = Terms(located)
     found, meant = terms.found(location), terms.wanted(contract, row)
     sides = terms.locations(meant), terms.locations(found)

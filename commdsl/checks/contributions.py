@@ -4,11 +4,10 @@ A term is an initial chunk, or a function of the registry of what its operands h
 terms are equal if they are built alike. Assumes indices in bounds, no overlapping writes and no undefined reads.
 
 Without functions a step is a linear map on contribution counts, so a forward pass carries every location's
-contributions at once (exactly when small, else as 64-bit fingerprints, each with a total that saturates), and one
-backward pass of the transposed map recounts a single location exactly at any scale. With functions every location has
-the sum of the fingerprints of its terms, that of a function made of its name and the fingerprints of its operands;
-`checks.terms` builds the terms of a single location exactly. A task of the caller makes a chunk of its own, that
-nothing else is. Does not judge.
+contributions at once: exactly when small, else as 64-bit fingerprints, each with a total that saturates. With functions
+every location has the sum of the fingerprints of its terms, that of a function made of its name and the fingerprints of
+its operands. `terms` builds what a single location holds exactly, at any scale. A task of the caller makes a chunk of
+its own, that nothing else is. Does not judge.
 """
 
 from __future__ import annotations
@@ -164,24 +163,6 @@ def finished(product: Contents, bias: Contents | None, activation: str | None, r
     if activation is not None:
         product = applied((activation, 0), [product])
     return product if residual is None else summed(product, residual)
-
-
-def recount(located: Located, location: int) -> NDArray[np.int64]:
-    """How often each initial location contributes to one location at the end.
-
-    Exact, of schedules without functions: the transpose of the schedule applied to the unit vector of that location.
-    """
-    weight = np.zeros(located.size, dtype=np.int64)
-    weight[location] = 1
-    for step in reversed(located.steps):
-        if isinstance(step, LocatedTask):
-            weight[step.origins] = weight[step.writes]
-            weight[step.writes] = 0
-            continue
-        transposed(step, weight)
-    weight[~located.given()] = 0
-    weight[located.nowhere] = 0
-    return weight
 
 
 def transposed(step: LocatedStep, weight: NDArray[np.int64]) -> None:

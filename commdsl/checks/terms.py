@@ -14,7 +14,7 @@ from typing import TypeAlias, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.checks.contributions import BIAS
+from commdsl.checks.contributions import BIAS, MANY
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedTask
 from commdsl.ir.contracts import AppliedTerm, ChunkTerm, Contract, FinishedTerm, SumTerm, Term
 from commdsl.ir.functions import ACTIVATIONS, FUNCTIONS
@@ -141,7 +141,7 @@ class Terms:
         for number, times in terms:
             if self.built[number].function:
                 return None
-            counts[self.built[number].number] = times
+            counts[self.built[number].number] = min(times, int(MANY))
         return counts
 
     def text(self, terms: Sum, rank: int) -> str:

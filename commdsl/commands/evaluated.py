@@ -25,7 +25,7 @@ STEEPEST = 1.13
 
 
 @dataclass(frozen=True, eq=False)
-class Value:
+class Evaluated:
     """Elements, row by row; the most by which each may be off (floats alone); the length of a row, where known."""
 
     elements: Array
@@ -39,7 +39,7 @@ class Value:
 
 
 @dataclass(frozen=True, eq=False)
-class Numbers:
+class Evaluation:
     """How terms are evaluated: `chunk` reads what was given, (buffer, rank, chunk), with the type and the columns of
     its matrix; how a sum is combined; the type of the result; the unit of rounding and its smallest step.
     """
@@ -54,21 +54,21 @@ class Numbers:
     def precise(self) -> type[np.floating[Any]]:
         return np.longdouble if self.dtype.name == "float64" else np.float64
 
-    def rounded(self, elements: Array, error: Array, columns: int | None, times: int = 1) -> Value:
+    def rounded(self, elements: Array, error: Array, columns: int | None, times: int = 1) -> Evaluated:
         """What is stored so many times on its way."""
         more = times * (self.unit * (np.abs(elements) + error) + self.smallest)
-        return Value(elements, np.asarray(error + more), columns)
+        return Evaluated(elements, np.asarray(error + more), columns)
 
 
-def value_of(term: Term, row: int, numbers: Numbers) -> Value:
+def value_of(term: Term, row: int, numbers: Evaluation) -> Evaluated:
     """Evaluate one row of a term."""
     match term:
         case ChunkTerm(buffer, rank, chunk):
             elements, of, columns = numbers.chunk(buffer, int(rank[row]), int(chunk[row]))
             if not numbers.dtype.is_float:
-                return Value(elements, np.zeros(0), columns)
+                return Evaluated(elements, np.zeros(0), columns)
             wide = of.widen(elements).astype(numbers.precise)
-            return Value(wide, np.zeros_like(wide), columns)
+            return Evaluated(wide, np.zeros_like(wide), columns)
         case SumTerm(_, parts, rows):
             ends = ((of, np.searchsorted(at, (row, row + 1))) for of, at in zip(parts, rows, strict=True))
             terms = [value_of(of, one, numbers) for of, here in ends for one in range(*here.tolist())]
@@ -82,21 +82,21 @@ def value_of(term: Term, row: int, numbers: Numbers) -> Value:
             assert_never(term)
 
 
-def combined(terms: Sequence[Value], operation: str, numbers: Numbers) -> Value:
+def combined(terms: Sequence[Evaluated], operation: str, numbers: Evaluation) -> Evaluated:
     """Combine terms; each and every partial result may be stored."""
     columns, elements = terms[0].columns, [one.elements for one in terms]
     if not numbers.dtype.is_float:
-        return Value(whole(elements, numbers.dtype, operation), np.zeros(0), columns)
+        return Evaluated(whole(elements, numbers.dtype, operation), np.zeros(0), columns)
     size, error = (reduce(np.add, parts) for parts in ([one.most for one in terms], [one.error for one in terms]))
     stored = (len(terms) + 1) * (numbers.unit * size + numbers.smallest)
     match operation:
         case "sum":
-            return Value(reduce(np.add, elements), error + stored, columns)
+            return Evaluated(reduce(np.add, elements), error + stored, columns)
         case "avg":
-            return Value(reduce(np.add, elements) / len(terms), (error + 2 * stored) / len(terms), columns)
+            return Evaluated(reduce(np.add, elements) / len(terms), (error + 2 * stored) / len(terms), columns)
         case "max" | "min":
             best = reduce(np.maximum if operation == "max" else np.minimum, elements)
-            return Value(best, reduce(np.maximum, [one.error for one in terms]) + stored, columns)
+            return Evaluated(best, reduce(np.maximum, [one.error for one in terms]) + stored, columns)
         case "prod":
             return reduce(lambda left, right: _multiplied(left, right, numbers), terms)
         case unknown:
@@ -111,12 +111,12 @@ def whole(values: Sequence[Array], dtype: DType, operation: str) -> Array:
     return reduce(lambda left, right: function(left, right, dtype=dtype.storage, casting="unsafe"), values)
 
 
-def _multiplied(left: Value, right: Value, numbers: Numbers) -> Value:
+def _multiplied(left: Evaluated, right: Evaluated, numbers: Evaluation) -> Evaluated:
     made = left.elements * right.elements
     return numbers.rounded(made, left.most * right.most - np.abs(made), left.columns)
 
 
-def _applied(function: str, result: int, operands: Sequence[Value], numbers: Numbers) -> Value:
+def _applied(function: str, result: int, operands: Sequence[Evaluated], numbers: Evaluation) -> Evaluated:
     if function in ELEMENTWISE:
         return combined(operands, ELEMENTWISE[function].operation, numbers)
     if function == MATMUL:
@@ -127,7 +127,7 @@ def _applied(function: str, result: int, operands: Sequence[Value], numbers: Num
     return added if result == 0 else _normed(added, weight, float(eps.elements[0]), numbers)
 
 
-def _product(rows: Value, factor: Value, numbers: Numbers) -> Value:
+def _product(rows: Evaluated, factor: Evaluated, numbers: Evaluation) -> Evaluated:
     """The rows times those of the factor: a column for each of these."""
     depth = factor.columns or rows.columns
     assert depth is not None, "a factor is given as a matrix"
@@ -137,13 +137,13 @@ def _product(rows: Value, factor: Value, numbers: Numbers) -> Value:
     )
     made = a @ b.T
     if not numbers.dtype.is_float:
-        return Value(made.ravel(), np.zeros(0), len(b))
+        return Evaluated(made.ravel(), np.zeros(0), len(b))
     size = most_a @ most_b.T
     error = size - np.abs(a) @ np.abs(b).T + (depth + 2) * 2.0**-52 * size
     return numbers.rounded(made.ravel(), error.ravel(), len(b))
 
 
-def _normed(rows: Value, weight: Value, eps: float, numbers: Numbers) -> Value:
+def _normed(rows: Evaluated, weight: Evaluated, eps: float, numbers: Evaluation) -> Evaluated:
     """Each row divided by the root of its mean square and eps, times the weight."""
     shape = (-1, weight.elements.size)
     y, off = rows.elements.reshape(shape), rows.error.reshape(shape)
@@ -156,13 +156,13 @@ def _normed(rows: Value, weight: Value, eps: float, numbers: Numbers) -> Value:
 
 
 def _finished(
-    product: Value, bias: Value | None, activation: str | None, residual: Value | None, numbers: Numbers
-) -> Value:
+    product: Evaluated, bias: Evaluated | None, activation: str | None, residual: Evaluated | None, numbers: Evaluation
+) -> Evaluated:
     """A bias is added to every row, an activation applied, a residual added."""
     made = product
     if bias is not None:
         row = [np.tile(one, product.elements.size // one.size or 1) for one in (bias.elements, bias.error) if one.size]
-        made = combined([product, Value(row[0], row[-1])], "sum", numbers)
+        made = combined([product, Evaluated(row[0], row[-1])], "sum", numbers)
     match activation:
         case None:
             pass
@@ -176,7 +176,7 @@ def _finished(
     return made if residual is None else combined([made, residual], "sum", numbers)
 
 
-def _gated(both: Value, numbers: Numbers) -> Value:
+def _gated(both: Evaluated, numbers: Evaluation) -> Evaluated:
     """Silu of the first half of each row, times the second."""
     assert both.columns is not None, "a product has columns"
     half = both.columns // 2

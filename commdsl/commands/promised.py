@@ -17,7 +17,7 @@ import numpy as np
 
 from commdsl.checks.locations import Located
 from commdsl.checks.operations import by_the_call
-from commdsl.commands.evaluated import Numbers, value_of, whole
+from commdsl.commands.evaluated import Evaluation, value_of, whole
 from commdsl.commands.handings import Handing, rotated
 from commdsl.ir.contracts import Contract, Rounding, Term, sources_of
 from commdsl.ir.lengths import block_lengths
@@ -174,7 +174,7 @@ def _by_terms(ran: Ran, contract: Contract, term: Term, operation: str) -> Itera
         return ran.chunk(ran.given, name, (rank, chunk)), ran.type_of(name), columns
 
     units = [ROUNDOFF.get(one, 0.0) for one in stored]
-    numbers = Numbers(chunk, operation, dtype, max(units), max(SMALLEST.get(one, 0.0) for one in stored))
+    numbers = Evaluation(chunk, operation, dtype, max(units), max(SMALLEST.get(one, 0.0) for one in stored))
     places = zip(contract.dest_rank.tolist(), contract.dest_chunk.tolist(), strict=True)
     for row, place in enumerate(places):
         made = value_of(term, row, numbers)

@@ -64,7 +64,7 @@ FUNCTIONS: Mapping[str, Function] = MappingProxyType(
                 "add_rms_norm",
                 Shape.ROWWISE,
                 4,
-                "y = x + residual, rounded; z = each row of y divided by the root of its mean square and eps, times w",
+                "y = x + residual, rounded, and z = y with each row over the root of its mean square and eps, times w",
                 num_results=2,
                 given=(Extent.ROWS, Extent.ROW, Extent.NUMBER),
                 inexact=(1,),

@@ -174,7 +174,7 @@ class Task:
     buffer are cut as declared, and a tile is `tiles[0]` elements of a chunk.
     """
 
-    function: str  # a name in FUNCTIONS
+    function: str  # a name in ELEMENTWISE
     reads: tuple[int, ...]  # buffers
     writes: tuple[int, ...]
     tiles: tuple[int, ...]  # extents of a tile; (): chosen

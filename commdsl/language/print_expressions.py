@@ -162,7 +162,7 @@ def term(node: syntax.Term) -> str:
     match node:
         case syntax.Ref():
             return ref(node)
-        case syntax.Applied(function, operands, result, place):
+        case syntax.Application(function, operands, result, place):
             chosen = "" if result is None else f"[{result.value}]"
             return f"{function.text}({', '.join(map(term, operands))}){chosen}{_at(place, node)}"
         case syntax.Combined(operation, parts, place):

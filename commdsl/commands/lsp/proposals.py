@@ -75,7 +75,7 @@ def _listed(node: syntax.Node, files: tuple[File, ...]) -> Iterator[tuple[str, I
             yield "a contract", COLLECTIVES
         case syntax.Clause(term=term) if _is_nobody(term):
             yield "a function", functions.FUNCTIONS
-        case syntax.Applied(operands=terms) | syntax.Combined(parts=terms) if any(map(_is_nobody, terms)):
+        case syntax.Application(operands=terms) | syntax.Combined(parts=terms) if any(map(_is_nobody, terms)):
             yield "a function", functions.FUNCTIONS
         case syntax.Ending(name=syntax.Name(text=text)) if text == NOBODY:
             yield "what a product ends with", KNOWN

@@ -44,7 +44,7 @@ def check_clause(rules: ExpressionRules, clause: syn.Clause) -> None:
             help = "let the first binder be the rank that holds it"
             rules.faults.report("C112", "an ensured chunk is the acting rank's", dest.span, "another rank's", help=help)
     term = clause.term
-    if isinstance(term, syn.Applied) and term.result is None and len(clause.dests) > 1:
+    if isinstance(term, syn.Application) and term.result is None and len(clause.dests) > 1:
         function = FUNCTIONS.get(term.function.text)
         if function is not None and function.num_results != len(clause.dests):
             label = f"{len(clause.dests)} chunks for {_results(function.num_results)}"
@@ -68,7 +68,7 @@ def _check(rules: ExpressionRules, term: syn.Term, *, listed: bool = False) -> N
     match term:
         case syn.Ref():
             rules.ref(term)
-        case syn.Applied():
+        case syn.Application():
             function = FUNCTIONS.get(term.function.text)
             if function is not None and term.result is None and function.num_results > 1:
                 help = f"write `{term.span.text}[0]`, or name a chunk for each: `y, z == {term.span.text}`"
@@ -87,7 +87,7 @@ def _check(rules: ExpressionRules, term: syn.Term, *, listed: bool = False) -> N
             assert_never(term)
 
 
-def _applied(rules: ExpressionRules, term: syn.Applied) -> None:
+def _applied(rules: ExpressionRules, term: syn.Application) -> None:
     name = term.function
     function = FUNCTIONS.get(name.text)
     if function is None:
@@ -95,7 +95,7 @@ def _applied(rules: ExpressionRules, term: syn.Applied) -> None:
                             help=nearest(name.text, FUNCTIONS))  # fmt: skip
     elif len(term.operands) != function.num_operands:
         what = f"`{function.name}` has {function.num_operands} operands"
-        rules.faults.report("C122", what, term.span, f"{len(term.operands)} here")
+        rules.faults.report("C122", what, term.span, f"{len(term.operands)} here", help=f"it is {function.meaning}")
     elif term.result is not None and not (function.num_results > 1 and term.result.value < function.num_results):
         label = f"`[{term.result.value}]` is none of them"
         rules.faults.report("C122", f"`{function.name}` has {_results(function.num_results)}", term.result.span, label)
@@ -143,7 +143,7 @@ class _Builder:
         match node:
             case syn.Ref():
                 return self.chunk(node, rows)
-            case syn.Applied(function, operands, result, place):
+            case syn.Application(function, operands, result, place):
                 here = self.at(rows, place)
                 made = tuple(self.term(operand, here) for operand in operands)
                 return AppliedTerm(function.text, made, 0 if result is None else result.value)

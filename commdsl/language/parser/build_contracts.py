@@ -53,9 +53,9 @@ def _combined(span: Span, parts: Children) -> syntax.Combined:
     return syntax.Combined(str(operation), tuple(terms), place, span=span)
 
 
-def _applied(span: Span, parts: Children) -> syntax.Applied:
+def _applied(span: Span, parts: Children) -> syntax.Application:
     function, *operands, result, place = parts
-    return syntax.Applied(function, tuple(operands), result, place, span=span)
+    return syntax.Application(function, tuple(operands), result, place, span=span)
 
 
 def _finished(span: Span, parts: Children) -> syntax.Finished:

@@ -19,7 +19,7 @@ from commdsl.language.records import dataclass
 from commdsl.language.source import Source
 from commdsl.language.syntax.contracts import (
     AnyContract,
-    Applied,
+    Application,
     Clause,
     Combined,
     Condition,
@@ -134,7 +134,7 @@ __all__ = [
     "All",
     "Along",
     "AnyContract",
-    "Applied",
+    "Application",
     "Arm",
     "AxesEntry",
     "BackDecl",

@@ -36,7 +36,7 @@ class NamedContract(Node):
 
 
 @dataclass(frozen=True, slots=True)
-class Applied(Node):
+class Application(Node):
     """`matmul(x @ q, w)`, `add_rms_norm(s, residual, w, eps)[1] @ q`: a result of a function of the registry."""
 
     function: Name
@@ -73,7 +73,7 @@ class Finished(Node):
     place: Expr | All | None
 
 
-Term: TypeAlias = Ref | Applied | Combined | Listed | Finished
+Term: TypeAlias = Ref | Application | Combined | Listed | Finished
 """What a chunk is equal to."""
 
 
