@@ -53,7 +53,7 @@ schedule overlap_{tasks}_{sms} for P ranks where P >= 2 {{
   input b[P blocks]
   scratch c[P blocks]
 {more}  output y
-  ensure reduce_scatter({made} -> y)
+  ensure each r {{ y == sum({term} @ all) }}
 
   compute add(a, b -> c) on compute
 {second}  each r {{ reduce {made}[r] @ all -> y }}
@@ -71,6 +71,7 @@ def text(tasks: int, sms: int) -> str:
         sms=sms,
         more="  scratch d[P blocks]\n" if tasks == 2 else "",
         made="d" if tasks == 2 else "c",
+        term="multiply(add(a[r], b[r]), b[r])" if tasks == 2 else "add(a[r], b[r])",
         second="  compute multiply(c, b -> d) on compute\n" if tasks == 2 else "",
     )
 

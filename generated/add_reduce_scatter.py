@@ -17,7 +17,7 @@ schedule add_reduce_scatter for P ranks where P >= 2 {
   input b[P blocks]
   scratch c[P blocks]                          # a + b, one block for each rank
   output y
-  ensure reduce_scatter(c -> y)
+  ensure each r { y == sum(add(a[r], b[r]) @ all) }
 
   compute add(a, b -> c) on compute
   each r { reduce c[r] @ all -> y }            # rank r reads its block of every rank

@@ -17,7 +17,9 @@ schedule allgather_matmul(C = 1, B = 0, A = 0) for P ranks where P >= 2 and C >=
   input b where B == 1                         # and a bias
   scratch a[P blocks, C blocks]                # rows of the others
   output c[P blocks, C blocks]
-  ensure each r, q, i in 0 ..< C { c[q, i] == x[i] @ q }
+  ensure each r, q, i in 0 ..< C {
+    c[q, i] == matmul(x[i] @ q, w) with bias b where B == 1, gelu where A == 1, swiglu where A == 2
+  }
 
   for i in 0 ..< C {
     each r { compute matmul(x[i], w -> c[r, i]) with bias b where B == 1, gelu where A == 1, swiglu where A == 2 }

@@ -16,7 +16,7 @@ schedule allgather_matmul_rows(C = 1, B = 0) for P ranks where P >= 2 and C >= 1
   scratch a[P blocks, C blocks]                # rows of the others
   output c[P blocks, C blocks]
   output g[P blocks, C blocks]                 # the rows of all ranks
-  ensure each r, q, i in 0 ..< C { c[q, i] == x[i] @ q }
+  ensure each r, q, i in 0 ..< C { c[q, i] == matmul(x[i] @ q, w) with bias b where B == 1 }
   ensure allgather(x -> g)
 
   for i in 0 ..< C {

@@ -18,7 +18,7 @@ schedule allreduce_rms_norm for P ranks where P >= 2 {
   scratch s                                    # the sum over the ranks
   output y                                     # s + residual
   output z                                     # y, normed row by row
-  ensure allreduce(x -> y)                     # and the residual
+  ensure each r { y, z == add_rms_norm(sum(x @ all), residual, w, eps) }
 
   each r { reduce x @ all -> s }
   compute add_rms_norm(s, residual, w, eps -> y, z)

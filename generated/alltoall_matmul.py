@@ -18,7 +18,9 @@ schedule alltoall_matmul(C = 1, B = 0, R = 0) for P ranks where P >= 2 and C >= 
   input t[C blocks] where R == 1               # and what this rank adds to its rows of it
   scratch s[P - 1 blocks, C blocks]            # this rank's rows, columns of the others
   output y[C blocks]                           # this rank's rows
-  ensure each r, i in 0 ..< C { y[i] == sum(x[r, i] @ all)   y[i] == sum(w[q] for q in 0 ..< P) }
+  ensure each r, i in 0 ..< C {
+    y[i] == sum(matmul(x[r, i] @ q, w[q]) for q in 0 ..< P) with bias b where B == 1, residual t[i] where R == 1
+  }
 
   for i in 0 ..< C {
     each r { compute matmul(x[r, i], w[r] -> y[i]) with bias b where B == 1, residual t[i] where R == 1 }

@@ -17,7 +17,9 @@ schedule alltoall_matmul_rows(C = 1, B = 0, R = 0) for P ranks where P >= 2 and 
   scratch s[P - 1 blocks, C blocks]            # this rank's rows, columns of the others
   output y[C blocks]                           # this rank's rows
   output g[P blocks, C blocks]                 # this rank's rows, a block for the columns of each rank
-  ensure each r, i in 0 ..< C { y[i] == sum(x[r, i] @ all)   y[i] == sum(w[q] for q in 0 ..< P) }
+  ensure each r, i in 0 ..< C {
+    y[i] == sum(matmul(x[r, i] @ q, w[q]) for q in 0 ..< P) with bias b where B == 1, residual t[i] where R == 1
+  }
   ensure alltoall(x -> g)
 
   for i in 0 ..< C {

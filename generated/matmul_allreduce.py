@@ -19,7 +19,9 @@ schedule matmul_allreduce(C = 1, D = 2, B = 0, R = 0) for P ranks where P >= 2 a
   scratch c[P blocks, C blocks]                # products for the others
   scratch s[P - 1 blocks, C blocks]            # products of the others
   output y[P blocks, C blocks]
-  ensure each r, q, i in 0 ..< C { y[q, i] == sum(x[q, i] @ all) }
+  ensure each r, q, i in 0 ..< C {
+    y[q, i] == sum(matmul(x[q, i], w) @ all) with bias b @ q where B == 1, residual t[q, i] @ q where R == 1
+  }
 
   for i in 0 ..< C + D {
     if i < C {

@@ -18,7 +18,7 @@ schedule matmul_alltoall(C = 1, B = 0) for P ranks where P >= 2 and C >= 1 {
   scratch c[P blocks, C blocks]                # products for the others
   scratch s[P blocks, C blocks]                # products of the others
   output y[P blocks, C blocks]                 # all rows, this rank's columns
-  ensure each r, q, i in 0 ..< C { y[q, i] == x[i] @ q   y[q, i] == w[r] @ q }
+  ensure each r, q, i in 0 ..< C { y[q, i] == (matmul(x[i], w[r]) with bias b[r] where B == 1) @ q }
 
   for d in 1 ..< P {
     for i in 0 ..< C {

@@ -19,7 +19,9 @@ schedule matmul_reducescatter(C = 1, D = C, B = 0, R = 0) for P ranks where P >=
   scratch c[P blocks, C blocks]                # products for the others
   scratch s[P - 1 blocks, C blocks]            # products of the others
   output y[C blocks]
-  ensure each r, i in 0 ..< C { y[i] == sum(x[r, i] @ all) }
+  ensure each r, i in 0 ..< C {
+    y[i] == sum(matmul(x[r, i], w) @ all) with bias b where B == 1, residual t[i] where R == 1
+  }
 
   for i in 0 ..< C + D {
     if i < C {

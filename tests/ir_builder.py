@@ -10,19 +10,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from commdsl.ir.schedules import (
-    AnyStep,
-    Buffer,
-    Contract,
-    CycleSet,
-    RoleSet,
-    Rotation,
-    Schedule,
-    Statement,
-    Step,
-    Tuning,
-    Yield,
-)
+from commdsl.ir.contracts import Contract, Rotation
+from commdsl.ir.schedules import AnyStep, Buffer, CycleSet, RoleSet, Schedule, Statement, Step, Tuning, Yield
 from commdsl.language.kinds import BufferKind, LinkScope, MoveKind
 from commdsl.language.source import Source, Span
 from commdsl.machine.topology import Link, Topology

@@ -52,7 +52,10 @@ def element_by_element(draw: st.DrawFn) -> Computed:
     head = [f"  input {name}[P blocks, {cut}]" for name in given] + [
         f"  scratch {name}[P blocks, {cut}]" for name in of
     ]
-    ensure = [f"  output y[{cut}]", f"  ensure reduce_scatter({last} -> y)"]
+    terms = {name: f"{name}[r, i]" for name in "ab"}
+    for name, (function, *pair) in of.items():
+        terms[name] = f"{function}({', '.join(terms[one] for one in pair)})"
+    ensure = [f"  output y[{cut}]", f"  ensure each r, i in 0 ..< {cut} {{ y[i] == sum({terms[last]} @ all) }}"]
     text = "\n".join([f"schedule drawn for P ranks where P == {ranks} {{", *head, *ensure, *lines, *sent, "}", ""])
 
     def meaning(inputs: Arrays) -> list[NDArray[np.float64]]:
@@ -96,7 +99,7 @@ def gathered_products(draw: st.DrawFn) -> Computed:
     lines += [] if lines[1] == own[0] else [f"  for i in 0 ..< {pieces} {{", *own, "  }"]
     head = [f"  input x[{pieces} blocks]", "  input w", f"  scratch a[P blocks, {pieces} blocks]"]
     head += [f"  output c[P blocks, {pieces} blocks]"]
-    head += [f"  ensure each r, q, i in 0 ..< {pieces} {{ c[q, i] == x[i] @ q }}"]
+    head += [f"  ensure each r, q, i in 0 ..< {pieces} {{ c[q, i] == matmul(x[i] @ q, w) }}"]
     text = "\n".join([f"schedule drawn for P ranks where P == {ranks} {{", *head, *lines, draw(tuned()), "}", ""])
 
     def meaning(inputs: Arrays) -> list[NDArray[np.float64]]:
@@ -122,7 +125,7 @@ def scattered_products(draw: st.DrawFn) -> Computed:
     ]
     head = [f"  input x[P blocks, {pieces} blocks]", "  input w", f"  scratch c[P blocks, {pieces} blocks]"]
     head += [f"  scratch s[P - 1 blocks, {pieces} blocks]", f"  output y[{pieces} blocks]"]
-    head += [f"  ensure each r, i in 0 ..< {pieces} {{ y[i] == sum(x[r, i] @ all) }}"]
+    head += [f"  ensure each r, i in 0 ..< {pieces} {{ y[i] == sum(matmul(x[r, i], w) @ all) }}"]
     text = "\n".join([f"schedule drawn for P ranks where P == {ranks} {{", *head, *lines, draw(tuned()), "}", ""])
 
     def meaning(inputs: Arrays) -> list[NDArray[np.float64]]:

@@ -17,8 +17,9 @@ from scipy.sparse import csr_array
 from commdsl import compiler
 from commdsl.cost import flows
 from commdsl.cost.bounds import limit
+from commdsl.ir.contracts import Contract
 from commdsl.ir.resolve import resolve, topologies
-from commdsl.ir.schedules import Contract, Schedule
+from commdsl.ir.schedules import Schedule
 from commdsl.language.kinds import BufferKind, LinkScope
 from commdsl.language.syntax import ScheduleDecl
 from commdsl.machine.topology import Link, Rate, Topology

@@ -34,8 +34,9 @@ from commdsl import compiler
 from commdsl.commands.arguments import UsageError
 from commdsl.commands.trial import Settings, trial
 from commdsl.ir import interpret
+from commdsl.ir.contracts import ChunkTerm, Contract, FinishedTerm, SumTerm, Term
 from commdsl.ir.lengths import block_lengths, num_entries
-from commdsl.ir.schedules import Contract, Schedule, Step, Yield
+from commdsl.ir.schedules import Schedule, Step, Yield
 from commdsl.language.diagnostics import CommError, render_full
 from commdsl.language.format import format_file
 from commdsl.language.kinds import GIVEN
@@ -87,6 +88,17 @@ schedule mirror for P ranks where P == nodes * gpus {
 }
 """
 
+ADDED = """schedule added for P ranks where P >= 2 {
+  input x[2 blocks]
+  input t
+  output y
+  ensure each r { y == sum(x[0] @ (r - 1) % P, t, x[1]) }
+  each r { copy t -> y }
+  each r { reduce x[0] -> y @ (r + 1) % P }
+  each r { reduce x[1] -> y }
+}
+"""
+
 UNEVEN = """schedule there_and_back for P ranks where P >= 2 {
   input x[P blocks, 2] of n[block]
   output y[P blocks, 2] of n[block]
@@ -125,7 +137,7 @@ def shipped() -> Iterator[Text]:
 
 WRITTEN = (
     *(Text(USES + text, ranks) for text, ranks in ((TORUS, 8), (ALLTOALL, 4), (ALLGATHER, 6))),
-    *(Text(text, ranks) for text, ranks in ((CHAIN, 5), (MANY, 4), (UNEVEN, 3))),
+    *(Text(text, ranks) for text, ranks in ((CHAIN, 5), (MANY, 4), (UNEVEN, 3), (ADDED, 3))),
     *(Text(text, 3) for text in (NAMED, CALLED, ROUNDED, TILES, BEHIND)),
     Text(MACHINE, 8, "hosts"),
 )
@@ -268,17 +280,31 @@ def kept(schedule: Schedule) -> None:
             and schedule.buffers[contract.dest_buffer].name in outputs
         ):
             for rank, number, value in zip(contract.dest_rank, contract.dest_chunk, contract.value, strict=True):
-                parts = [chunk(inputs, contract.source_buffer, *at) for at in sources(contract, int(value))]
+                where = sources(contract, int(value)) if contract.term is None else added(contract.term, int(value))
+                parts = [chunk(inputs, *at) for at in where]
                 want = reduce(OPERATIONS[contract.operation or "sum"], parts)
                 assert np.array_equal(chunk(outputs, contract.dest_buffer, int(rank), int(number)), want)
 
 
-def sources(contract: Contract, value: int) -> list[tuple[int, int]]:
-    """The ranks and chunks that a value combines."""
+def sources(contract: Contract, value: int) -> list[tuple[int, int, int]]:
+    """The buffer, the ranks and the chunks that a value combines."""
     valid = slice(None) if contract.source_valid is None else contract.source_valid[value]
-    return list(
-        zip(contract.source_rank[value][valid].tolist(), contract.source_chunk[value][valid].tolist(), strict=True)
-    )
+    pairs = zip(contract.source_rank[value][valid].tolist(), contract.source_chunk[value][valid].tolist(), strict=True)
+    return [(contract.source_buffer, *pair) for pair in pairs]
+
+
+def added(term: Term, row: int) -> list[tuple[int, int, int]]:
+    """As `sources`, of a term: moves alone make sums of chunks, and no functions."""
+    match term:
+        case ChunkTerm(buffer, rank, chunk):
+            return [(buffer, int(rank[row]), int(chunk[row]))]
+        case SumTerm(_, parts, rows):
+            every = zip(parts, rows, strict=True)
+            return [one for part, at in every for inner in np.flatnonzero(at == row) for one in added(part, int(inner))]
+        case FinishedTerm(of, None, None, ChunkTerm() as residual):
+            return added(of, row) + added(residual, row)
+        case _:
+            raise AssertionError(f"moves do not make {term}")
 
 
 @pytest.fixture(scope="session")

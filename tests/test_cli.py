@@ -710,7 +710,7 @@ def test_run_of_rows_that_came_with_a_residual(ends: str, tmp_path: Path, capsys
     path.write_text(
         f"""schedule came for P ranks where P >= 2 {{
           input x  input w  input t  {"input b  " if "bias" in ends else ""}scratch a  output y
-          ensure each r {{ y == x @ (r - 1) % P }}
+          ensure each r {{ y == matmul(x @ (r - 1) % P, w) with {ends} }}
           each r {{ put x -> a @ (r + 1) % P }}
           each r {{ compute matmul(a, w -> y) with {ends} }}
         }}"""

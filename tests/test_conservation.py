@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from commdsl import compiler
 from commdsl.checks import check_schedule, contributions
-from commdsl.checks.contributions import forward, initial, recount
+from commdsl.checks.contributions import forward, initial
 from commdsl.checks.determinism import expressions
 from commdsl.checks.locations import Located, LocatedTask
+from commdsl.checks.terms import Terms
 from commdsl.ir import held as ir_held
 from commdsl.ir.schedules import AnyStep, Schedule, Statement, Step, Task, Yield
 from commdsl.language.diagnostics import CommError, Diagnostic
@@ -246,27 +247,27 @@ def simulate(steps: list[AnyStep]) -> tuple[list[Counter[int]], list[list[Counte
 COMPUTES = (
     Yield((0,), (), build.span(7)),
     Yield((0,), (), build.span(7), (0,), "attend"),
-    Task("add", (0, 0), (0,), (), None, (), build.span(8)),
+    Yield((0,), (), build.span(8), (0,), "more"),
 )
 
 
 @settings(max_examples=120)
 @given(st.lists(st.one_of(moves(), st.sampled_from(COMPUTES)), max_size=6))
 def test_counts_are_those_of_a_simulation(drawn: list[Statement | Yield | Task]) -> None:
-    """The forward pass, exact or by fingerprints, and the backward recount agree with multisets kept per place."""
+    """The forward pass, exact or by fingerprints, and the exact terms agree with multisets kept per place."""
     steps = [build.step(one) if isinstance(one, Statement) else one for one in drawn]
     x = build.buffer(BufferKind.INOUT, "x", cut=CHUNKS)
     located = Located(build.schedule(RANKS, (x,), (), tuple(steps)))
     held, _ = simulate(steps)
     contents = initial(located)
-    marks = contents.sums.copy()
+    marks, terms = contents.sums.copy(), Terms(located)
     for _ in forward(located, contents):
         pass
     for place in range(RANKS * CHUNKS):
         expected = np.array([held[place][other] for other in range(located.size)])
         assert np.array_equal(contents.sums[place], expected.astype(np.uint64) @ marks)
         assert contents.totals[place] == expected.sum()
-        assert np.array_equal(recount(located, place), expected)
+        assert np.array_equal(terms.locations(terms.found(place)), expected)
 
 
 @settings(max_examples=120)

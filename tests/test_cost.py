@@ -14,8 +14,9 @@ from commdsl import compiler
 from commdsl.cost import report as cost
 from commdsl.cost.bounds import limit
 from commdsl.ir import interpret
+from commdsl.ir.contracts import Contract
 from commdsl.ir.resolve import resolve
-from commdsl.ir.schedules import Contract, Schedule
+from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import Severity
 from commdsl.language.kinds import BufferKind, LinkScope, MoveKind
 from commdsl.machine.dtypes import FLOAT32

@@ -116,6 +116,8 @@ def test_without_pygls(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         ("} } each r do ", {"ring"}, {"x", "half"}),
         ("} } each r do ring(x) over ", {"G"}, {"x", "P", "C"}),
         ("} } ensure ", {"allreduce", "rotation", "each"}, {"x"}),
+        ("} } ensure each r { x == ", {"x", "matmul", "add_rms_norm", "sum"}, {"P", "allreduce"}),
+        ("} } ensure each r { x == matmul(x, t) with ", {"bias", "gelu", "residual"}, {"x", "matmul"}),
         ("} } cycles D = ", {"hamilton", "ring", "open"}, {"C"}),
         ("} } tune { ", {"lanes", "protocol"}, {"x"}),
         ("} } } ", {"schedule", "plan", "use"}, {"put"}),

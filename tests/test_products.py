@@ -302,7 +302,7 @@ schedule late for P ranks where P == 2 {
   scratch c[3 blocks]
   scratch s
   output y[3 blocks]
-  ensure each r, i in 0 ..< 3 { y[i] == sum(x[r, i] @ all) }
+  ensure each r, i in 0 ..< 3 { y[i] == sum(matmul(x[r, i], w) @ all) }
   each r { compute matmul(x[(r + 1) % P, 0], w -> c[0]) }
   each r { compute matmul(x[(r + 1) % P, 1], w -> c[1]) }
   each r { compute matmul(x[(r + 1) % P, 2], w -> c[2]) }
@@ -434,7 +434,7 @@ schedule sent_on for P ranks where P >= 2 {
   scratch a[P blocks]
   output c[P blocks]
   output g[P blocks]
-  ensure each r, q { c[q] == x @ q }
+  ensure each r, q { c[q] == matmul(x @ q, w) }
   ensure allgather(x -> g)
 
   each r { compute matmul(x, w -> c[r]) }

@@ -85,7 +85,7 @@ schedule {result}_of_float8 for P ranks where P >= 2 {{
   input w float8_e4m3fn
   scratch a
   output y {result}
-  ensure each r {{ y == x @ (r - 1) % P }}
+  ensure each r {{ y == matmul(x @ (r - 1) % P, w) }}
   each r {{ put x -> a @ (r + 1) % P }}
   each r {{ compute matmul(a, w -> y) }}
   tune {{ protocol engine }}

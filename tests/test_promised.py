@@ -104,13 +104,90 @@ def test_other_contracts_are_evaluated(name: str) -> None:
     assert found.promised.compared_bytes > 0
 
 
-@pytest.mark.parametrize("name", ["matmul_reducescatter", "allgather_matmul", "allreduce_rms_norm"])
-def test_what_cannot_be_evaluated_is_said(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    """A contract that does not say what a product or a row-wise function makes is named, and claimed by nobody."""
-    found = tried(shipped(name))
+COMPUTED = sorted(path.stem for path in (resources.data_dir("schedules") / "overlap").glob("*.comm"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_functions_are_evaluated(name: str, dtype: str) -> None:
+    """Every contract of every shipped schedule that computes is evaluated, with each of its endings."""
+    compared = 0
+    for params in ({}, {"B": 1}, {"B": 1, "R": 1}, {"B": 1, "A": 1}, {"B": 1, "A": 2}):
+        known = compiler.read(resources.shipped_file(name) or Path())
+        (decl,) = (one for one in compiler.declarations(known) if one.name.text == name)
+        if params.keys() <= {one.name.text for one in getattr(decl, "params", ())}:
+            made = compiler.compile(known, name, 3, params=params)
+            assert isinstance(made, CompiledSchedule)
+            found = tried(made, dtype)
+            assert (found.fault, found.promised.unknown) == ("", ())
+            compared += found.promised.compared_bytes
+    assert compared > 0
+
+
+@pytest.mark.parametrize(("dtype", "op"), [("int32", "sum"), ("int32", "max"), ("bool", "sum"), ("float32", "avg")])
+def test_functions_of_other_types(dtype: str, op: str) -> None:
+    """Integers as they wrap, truth values, and whatever the call combines by."""
+    found = tried(shipped("add_reduce_scatter"), dtype, op)
+    assert (found.fault, found.promised.unknown) == ("", ())
+    assert found.promised.compared_bytes > 0
+
+
+FINISHED = """schedule finished for P ranks where P >= 2 {
+  input x
+  input w
+  input b
+  input t
+  output y
+  ensure each r { y == matmul(x, w) with bias b, gelu, residual t }
+  each r { compute matmul(x, w -> y) with bias b, gelu, residual t }
+}
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("change", ["bias", "activation", "residual", "factor", "last bits"])
+def test_a_wrong_function_is_found_out(change: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interpreter without an ending, or with another factor, or off by more than rounding, breaks the contract."""
+    product = interpret.product
+
+    def wrong(
+        activation: str | None,
+        operands: list[np.ndarray],
+        factor: np.ndarray,
+        beside: tuple[np.ndarray | None, np.ndarray | None],
+        *more: object,
+    ) -> np.ndarray:
+        bias, residual = beside
+        activation = None if change == "activation" else activation
+        bias, residual = (None if change == "bias" else bias), (None if change == "residual" else residual)
+        made = product(activation, operands, factor[::-1] if change == "factor" else factor, (bias, residual), *more)
+        return made + (made.dtype.type(2) if made.dtype.kind == "u" else made * 1e-6) if change == "last bits" else made
+
+    schedule = compiled(FINISHED, 2)
+    assert tried(schedule, dtype).fault == ""
+    monkeypatch.setattr(interpret, "product", wrong)
+    assert "is not what `general` promises" in tried(schedule, dtype).fault
+
+
+VISITED = """schedule visited for P ranks where P >= 2 {
+  input x
+  scratch t like x
+  output y
+  ensure permutation(t -> y) r -> (r + 1) % P
+  yield change(x -> t)
+  each r { put t -> y @ (r + 1) % P }
+}
+"""
+
+
+def test_what_cannot_be_evaluated_is_said(tmp_path: Path, capsys: Capture) -> None:
+    """A contract about what a function of the caller makes is named, and claimed by nobody."""
+    found = tried(compiled(VISITED, 3))
     assert found.promised.compared_bytes == 0
     assert found.promised.unknown
-    assert run_command(["run", name, "--ranks", "4", "--bytes", "2000"]) == 0
+    path = tmp_path / "visited.comm"
+    path.write_text(VISITED)
+    assert run_command(["run", str(path), "--ranks", "3", "--bytes", "2000"]) == 0
     out = capsys.readouterr().out
     assert "not evaluated: `" in out
     assert "evaluated by its words" not in out
@@ -193,6 +270,27 @@ def test_written_equalities(op: str) -> None:
     found = tried(compiled(GENERAL, 4), op=op, size=256)
     assert (found.fault, found.promised.unknown) == ("", ())
     assert found.promised.compared_bytes == 4 * 3 * 64 + 4 * 64
+
+
+UNLIKE = """schedule unlike for P ranks where P >= 2 {
+  input a
+  input b
+  input c
+  output y
+  ensure each r { y == sum(a, b @ (r - 1) % P, c) }
+  each r { copy a -> y }
+  each r { reduce b -> y @ (r + 1) % P }
+  each r { reduce c -> y }
+}
+"""
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "min", "prod", "avg"])
+def test_sums_of_unlike_terms(op: str) -> None:
+    """Chunks of several buffers are combined as the call says; a mean divides by the number of terms."""
+    found = tried(compiled(UNLIKE, 3), op=op, size=400)
+    assert (found.fault, found.promised.unknown) == ("", ())
+    assert found.promised.compared_bytes == 3 * 400
 
 
 def test_chunks_that_look_alike_are_not_claimed() -> None:

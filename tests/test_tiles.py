@@ -41,7 +41,7 @@ CHAIN = """schedule chain for P ranks where P >= 2 {
   scratch c[P blocks, 2]
   scratch d[P blocks, 2]
   output y[2]
-  ensure reduce_scatter(d -> y)
+  ensure each r, i in 0 ..< 2 { y[i] == sum(multiply(add(a[r, i], b[r, i]), b[r, i]) @ all) }
   compute add(a, b -> c)
   compute multiply(c, b -> d)
   each r, i in 0 ..< 2 { reduce d[r, i] @ all -> y[i] }
@@ -358,7 +358,12 @@ def test_op() -> None:
     [
         ({"multiply(c, b -> d)": "multiply(c, b -> d) tiles 64"}, "its tiles are what a lane moves in a round"),
         (
-            {"scratch d": "inout d", "(d -> y)": "(c -> y)", "reduce d": "reduce c", "  each": "  yield d\n  each"},
+            {
+                "scratch d": "inout d",
+                "multiply(add(a[r, i], b[r, i]), b[r, i])": "add(a[r, i], b[r, i])",
+                "reduce d": "reduce c",
+                "\n  each": "\n  yield d\n  each",
+            },
             "it writes `d`, which the caller sees",
         ),
         (
@@ -367,7 +372,10 @@ def test_op() -> None:
         ),
         (
             {
-                "reduce_scatter(d -> y)": "permutation(d -> y) r -> (r + 1) % P",
+                "each r, i in 0 ..< 2 { y[i] == sum(": "each r, q, i in 0 ..< 2 { y[q, i] == ",
+                "multiply(add(a[r, i], b[r, i]), b[r, i]) @ all)": (
+                    "multiply(add(a[q, i], b[q, i]), b[q, i]) @ (r - 1) % P"
+                ),
                 "output y[2]": "output y[P blocks, 2]",
                 "2 { reduce d[r, i] @ all -> y[i] }": "2, q in 0 ..< P { put d[q, i] -> y[q, i] @ (r + 1) % P }",
             },

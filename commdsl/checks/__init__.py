@@ -8,11 +8,11 @@ message. A new law is a function and a line here. Does not raise.
     cycles, topology, roles, settings   what the machine has
     bounds, inputs, overlap, undefined, size_classes, lengths, classes   what a step may touch
     casts, operations   in which element type it travels, and how it is combined
-    promises, conservation, factors, epilogues, rotations, returns, determinism   what is promised, and kept
+    promises, conservation, terms, rotations, returns, determinism   what is promised, and kept
     places, exchanges   where a function finds what it is handed
     useless, untouched   what is in vain
     plans, routes   a plan of documents and where its rows go
-    built, chains   what no kernel runs
+    built         what no kernel runs
     rest   what there is to judge where moves have no meaning
 """
 
@@ -25,12 +25,9 @@ from typing import TypeAlias, TypeVar
 
 from commdsl.checks.bounds import OUT_OF_BOUNDS, out_of_bounds, without
 from commdsl.checks.casts import mixed_casts, unsaid_roundings
-from commdsl.checks.chains import chained_products
 from commdsl.checks.classes import mixed_types, own_units, unknown_units
 from commdsl.checks.conservation import broken_contracts
 from commdsl.checks.cycles import broken_cycles
-from commdsl.checks.epilogues import unfinished_results
-from commdsl.checks.factors import unsaid_factors, wrong_pairs
 from commdsl.checks.inputs import writes_to_input
 from commdsl.checks.lengths import unknown_lengths
 from commdsl.checks.locations import Located, statement_key
@@ -93,11 +90,10 @@ RULES: tuple[tuple[Rule, ...], ...] = (
     (broken_cycles,),
     (out_of_bounds,),
     (*OF_A_STEP, undefined_reads, idle_landing, idle_matmul),
-    (chained_products, unfinished_results),
     (unequal_sizes, mixed_types, own_units, unknown_units),
     (broken_contracts, broken_rotations, unknown_lengths),
     (mixed_casts, mixed_operations, parting_tile),
-    (unsaid_roundings, unsaid_factors, wrong_pairs, other_operations),
+    (unsaid_roundings, other_operations),
     (broken_returns,),
     (other_places,),
     (useless_statements, idle_promises),

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, statement_key
-from commdsl.ir.schedules import Contract
+from commdsl.ir.contracts import Contract
 from commdsl.language.diagnostics import Diagnostic, Label
 
 Counts = NDArray[np.int64]

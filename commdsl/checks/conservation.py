@@ -1,67 +1,94 @@
-"""C306, C307, C308: every contribution arrives exactly once, where `ensure` says.
+"""C306, C307, C308, C330: every contribution arrives exactly once, where `ensure` says, by the functions it names.
 
-Assumes indices in bounds, no overlapping writes, no undefined reads. One message per contract, for the first location
+Assumes indices in bounds, no overlapping writes, no undefined reads. One message per clause, for the first location
 that breaks it: the others mostly follow from the same mistake. Does not look at the order of a reduction, which `cost`
-reports, nor at what yields hand over (`rotations` does), nor at which rows which block of a factor has multiplied
-(`factors` does).
+reports, nor at what yields hand over (`rotations` does).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.checks.contributions import Contents, combine, forward, initial, recount
-from commdsl.checks.locations import Located, LocatedMoves, LocatedStep
-from commdsl.ir.schedules import Contract
+from commdsl.checks.contributions import Contents, forward, initial, promised
+from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, statement_key
+from commdsl.checks.terms import Terms
+from commdsl.ir.contracts import Contract
 from commdsl.ir.words import bindings_text, ranks_text
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.records import dataclass
 
 
 def broken_contracts(located: Located) -> Iterator[Diagnostic]:
-    """Runs the schedule and compares what every contract names with what is there: what moves, and what it was
-    multiplied by, each by itself.
-    """
-    promised = [contract for contract in located.schedule.contracts if contract.rotation is None]
-    factors = {factor for _, factor, _ in located.schedule.products}
-    is_factor = located.of_factors()
-    for among, contracts in (
-        (~is_factor, [one for one in promised if one.source_buffer not in factors]),
-        (is_factor, [one for one in promised if one.source_buffer in factors]),
-    ):
-        if contracts:
-            start, end = at_ends(located, among)
-            for contract in contracts:
-                yield from _check_rows(located, contract, among, start, end)
-
-
-def at_ends(located: Located, among: NDArray[np.bool_]) -> tuple[Contents, Contents]:
-    """What locations hold before and after the schedule, of the contributions of some."""
-    start = initial(located, among)
+    """Run the schedule and compare what every contract names with what is there."""
+    contracts = [contract for contract in located.schedule.contracts if contract.rotation is None]
+    if not contracts:
+        return
+    start = initial(located)
     end = Contents(start.sums.copy(), start.totals.copy())
     for _ in forward(located, end):
         pass
-    return start, end
+    told = set[object]()
+    for contract in contracts:
+        dests, clause = located.contract_dests(contract), statement_key(contract.span)
+        bad = np.flatnonzero(~promised(located, contract, start).equal(end.at(dests)))
+        bad = bad[np.lexsort((contract.dest_chunk[bad], contract.dest_rank[bad]))]
+        if not len(bad) or clause in told:  # one clause may be of several results
+            continue
+        broken = _broken(located, contract, bad)
+        if broken.code != "C330" or contract.dest_buffer not in told:
+            told |= {clause, contract.dest_buffer}
+            yield broken
 
 
-def _check_rows(
-    located: Located, contract: Contract, among: NDArray[np.bool_], start: Contents, end: Contents
-) -> Iterator[Diagnostic]:
-    dests, sources = located.contract_dests(contract), located.contract_sources(contract)
-    good = combine(start, sources).at(contract.value.astype(np.int64)).equal(end.at(dests))
-    bad = np.flatnonzero(~good)
-    if len(bad) == 0:
-        return
-    row = int(bad[np.lexsort((contract.dest_chunk[bad], contract.dest_rank[bad]))[0]])
-    location = int(dests[row])
-    counts = np.where(among, recount(located, location), 0)
-    wanted = np.zeros_like(counts)
-    np.add.at(wanted, sources[contract.value[row]], 1)
-    wanted[located.nowhere] = 0
-    yield _diagnose(located, contract, Difference(location, wanted, counts), len(bad), len(dests))
+def _broken(located: Located, contract: Contract, bad: NDArray[np.int64]) -> Diagnostic:
+    """Recount the first of the broken rows exactly, and say how it differs."""
+    row, counts = int(bad[0]), (len(bad), len(contract.dest_rank))
+    location = int(located.contract_dests(contract)[row])
+    terms = Terms(located)
+    found, meant = terms.found(location), terms.wanted(contract, row)
+    sides = terms.locations(meant), terms.locations(found)
+    if sides[0] is not None and sides[1] is not None:
+        return _diagnose(located, contract, Difference(location, sides[0], sides[1]), *counts)
+    rank, last = located.split(location)[0], last_write(located, location)
+    notes: tuple[str, ...] = (f"expected {terms.text(meant, rank)}", f"got {terms.text(found, rank)}")
+    if len(bad) > 1:
+        notes += (f"{len(bad)} of the {len(contract.dest_rank)} chunks that `ensure` names are wrong",)
+    return Diagnostic(
+        "C330",
+        f"another value breaks `{contract.name}`",
+        Label(contract.span, f"{located.name(location)} {terms.difference(found, meant, rank)}"),
+        () if last is None else (last,),
+        notes,
+        help="" if contract.term is not None else _to_write(located, contract, terms, bad),
+    )
+
+
+def _to_write(located: Located, contract: Contract, terms: Terms, bad: NDArray[np.int64]) -> str:
+    """The contract that names the functions, by the words of one that names none; of a rank, where these do not do."""
+    afar = bad[contract.source_rank[contract.value[bad], 0] != contract.dest_rank[bad]]
+    row = int(afar[0] if len(afar) else bad[0])  # where chunks of another rank are told from its own
+    location = int(located.contract_dests(contract)[row])
+    rank, left = located.split(location)[0], located.chunk_name(location).strip("`")
+    found, meant = (terms.text(one, rank) for one in (terms.found(location), terms.wanted(contract, row)))
+    said = meant
+    if "==" in contract.span.text:
+        left, said = (part.strip() for part in contract.span.text.split("==", 1))
+    pairs = [(meant, said)]
+    if meant.endswith(" @ all)") and said.endswith(" @ all)"):
+        pairs.insert(0, (meant[len("sum(") : -len(" @ all)")], said[len("sum(") : -len(" @ all)")]))
+    for old, new in pairs:
+        is_alike = old.startswith("sum(") == new.startswith("sum(") and found.count(old) == 1
+        if is_alike and not _ONE_ROW.search(found.replace(old, "")):
+            return f"name the functions, as in `{left} == {found.replace(old, new)}`"
+    return f"name the functions: on rank {rank} it is `{located.chunk_name(location).strip('`')} == {found}`"
+
+
+_ONE_ROW = re.compile(r"(@ |[^)]\[[^]]*)\d| more\)|\.\.\.|(?:^|\(|, )bias ")
+"""A rank or an index that holds of one row alone; what is shortened, or no contract says so."""
 
 
 @dataclass(frozen=True, eq=False)

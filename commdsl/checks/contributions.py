@@ -1,21 +1,28 @@
-"""Turns a schedule into what each location holds: which initial chunks are combined there, and how often.
+"""Turns a schedule into what each location holds: which terms are combined there, and how often.
 
-Assumes indices in bounds, no overlapping writes and no undefined reads. A step is a linear map on contribution counts,
-so a forward pass carries every location's contributions at once (exactly when small, else as 64-bit fingerprints, each
-with a total that saturates), and one backward pass of the transposed map recounts a single location exactly at any
-scale. What a product makes has two contributions: its rows, and a block of its factor. What a task writes is a
-contribution of its own, that nothing else is. Does not judge.
+A term is an initial chunk, or a function of the registry of what its operands held: functions are uninterpreted, so two
+terms are equal if they are built alike. Assumes indices in bounds, no overlapping writes and no undefined reads.
+
+Without functions a step is a linear map on contribution counts, so a forward pass carries every location's
+contributions at once: exactly when small, else as 64-bit fingerprints, each with a total that saturates. With functions
+every location has the sum of the fingerprints of its terms, that of a function made of its name and the fingerprints of
+its operands. `terms` builds what a single location holds exactly, at any scale. A task of the caller makes a chunk of
+its own, that nothing else is. Does not judge.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedTask, Locations
-from commdsl.ir.marks import mark
+from commdsl.ir.contracts import AppliedTerm, ChunkTerm, Contract, FinishedTerm, SumTerm, Term
+from commdsl.ir.functions import FUNCTIONS, PLAIN
+from commdsl.ir.marks import mark, named
+from commdsl.ir.schedules import Task
 from commdsl.language.records import dataclass
 
 Sums = NDArray[np.uint64]
@@ -23,6 +30,9 @@ Totals = NDArray[np.int64]
 
 EXACT_CELLS = 1 << 21
 """Up to so many (location, initial chunk) pairs are counted exactly: 16 MB, and a tenth of a second."""
+
+BIAS = "bias"
+"""The name of the function that makes a row of numbers an addend of every row."""
 
 MANY = np.int64(1) << 31
 """Totals stop here, so that contributions cannot wrap around to look right."""
@@ -47,13 +57,11 @@ class Contents:
         self.totals[locations] = new.totals
 
 
-def initial(located: Located, among: NDArray[np.bool_] | None = None) -> Contents:
-    """Every location the caller fills, and everything a task makes, holds its own mark once; the others nothing. Of
-    them only those `among` these.
-    """
-    given = np.flatnonzero(located.given() if among is None else located.given() & among)
+def initial(located: Located) -> Contents:
+    """Return contents in which every location the caller fills, and each origin, holds its own mark once."""
+    given = np.flatnonzero(located.given())
     given, size = given[given != located.nowhere], located.size
-    if size * len(given) <= EXACT_CELLS:
+    if size * len(given) <= EXACT_CELLS and not located.schedule.has_functions:
         sums = np.zeros((size, max(1, len(given))), dtype=np.uint64)
         sums[given, np.arange(len(given))] = 1
     else:
@@ -77,38 +85,84 @@ def forward(located: Located, contents: Contents) -> Iterator[LocatedStep | Loca
     """Runs the schedule on `contents` in place; every step, when it has run."""
     for step in located.steps:
         if isinstance(step, LocatedTask):
-            contents.put(step.writes.ravel(), contents.at(step.origins.ravel()))
+            made = contents.at(step.origins.ravel())
+            if isinstance(step.step, Task):
+                made = applied((step.step.function, 0), [contents.at(one) for one in step.operands.T])
+            contents.put(step.writes.ravel(), made)
         else:
-            made = [(moves, _written(moves, contents)) for moves in step.moves]
-            for moves, new in made:
+            results = [(moves, _written(moves, contents)) for moves in step.moves]
+            for moves, new in results:
                 contents.put(moves.dest, new)
         yield step
 
 
 def _written(moves: LocatedMoves, contents: Contents) -> Contents:
-    new = combine(contents, moves.contributing)
-    if not moves.moves.accumulate:
+    new = combine(contents, moves.sources)
+    if moves.given is not None:
+        new = applied(moves.function, [new, *map(contents.at, moves.given.T)])
+    if moves.moves.accumulate:
+        new = summed(new, contents.at(moves.dest))
+    if moves.moves.epilogue == PLAIN:
         return new
-    old = contents.at(moves.dest)
-    return Contents(new.sums + old.sums, np.minimum(new.totals + old.totals, MANY))
+    bias, residual = (None if at is None else contents.at(at) for at in (moves.bias, moves.residual))
+    return finished(new, bias, moves.moves.epilogue.activation, residual)
 
 
-def recount(located: Located, location: int) -> NDArray[np.int64]:
-    """How often each initial location contributes to one location at the end.
+def promised(located: Located, contract: Contract, start: Contents) -> Contents:
+    """Return what a contract says of each of its chunks."""
+    if contract.term is not None:
+        return _meant(located, contract.term, start)
+    return combine(start, located.contract_sources(contract)).at(contract.value.astype(np.int64))
 
-    Exact: the transpose of the schedule applied to the unit vector of that location.
-    """
-    weight = np.zeros(located.size, dtype=np.int64)
-    weight[location] = 1
-    for step in reversed(located.steps):
-        if isinstance(step, LocatedTask):
-            weight[step.origins] = weight[step.writes]
-            weight[step.writes] = 0
-            continue
-        transposed(step, weight)
-    weight[~located.given()] = 0
-    weight[located.nowhere] = 0
-    return weight
+
+def _meant(located: Located, term: Term, start: Contents) -> Contents:
+    match term:
+        case ChunkTerm(buffer, rank, chunk):
+            return start.at(located.at_start(buffer, rank, chunk))
+        case SumTerm(_, parts, rows, count):
+            found = Contents(np.zeros((count, start.sums.shape[1]), np.uint64), np.zeros(count, np.int64))
+            for part, row in zip(parts, rows, strict=True):
+                inner = _meant(located, part, start)
+                np.add.at(found.sums, row, inner.sums)
+                np.add.at(found.totals, row, inner.totals)
+            return Contents(found.sums, np.minimum(found.totals, MANY))
+        case AppliedTerm(function, operands, result):
+            return applied((function, result), [_meant(located, one, start) for one in operands])
+        case FinishedTerm(of, bias, activation, residual):
+            added = (None if one is None else _meant(located, one, start) for one in (bias, residual))
+            first, last = added
+            return finished(_meant(located, of, start), first, activation, last)
+        case _:
+            assert_never(term)
+
+
+# --- terms ------------------------------------------------------------------------------------------------------------
+
+
+def summed(one: Contents, other: Contents) -> Contents:
+    """Return the combination of both, row by row."""
+    return Contents(one.sums + other.sums, np.minimum(one.totals + other.totals, MANY))
+
+
+def applied(function: tuple[str, int], operands: Sequence[Contents]) -> Contents:
+    """Return a single term for each row: a result of a function, by its name and number, of these operands."""
+    marks = [mark(one.sums[:, 0] ^ mark(one.totals.astype(np.uint64))) for one in operands]
+    digest = np.full(len(marks[0]), named(*function))
+    if function[0] in FUNCTIONS and FUNCTIONS[function[0]].commutes:
+        digest = mark(digest + np.sum([mark(one) for one in marks], axis=0, dtype=np.uint64))
+    else:
+        for one in marks:
+            digest = mark(digest + one)
+    return Contents(digest[:, None], np.ones(len(digest), np.int64))
+
+
+def finished(product: Contents, bias: Contents | None, activation: str | None, residual: Contents | None) -> Contents:
+    """Return what a product is after its epilogue. A bias and a residual are terms of a sum, as whatever is added."""
+    if bias is not None:
+        product = summed(product, applied((BIAS, 0), [bias]))
+    if activation is not None:
+        product = applied((activation, 0), [product])
+    return product if residual is None else summed(product, residual)
 
 
 def transposed(step: LocatedStep, weight: NDArray[np.int64]) -> None:
@@ -121,6 +175,6 @@ def transposed(step: LocatedStep, weight: NDArray[np.int64]) -> None:
             weight[moves.dest] = 0
     for moves, part in zip(step.moves, taken, strict=True):
         rows = np.flatnonzero(part)
-        touched = moves.contributing[rows]
+        touched = moves.sources[rows]
         np.add.at(weight, touched, part[rows, None])
         weight[touched] = np.minimum(weight[touched], MANY)

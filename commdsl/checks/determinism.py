@@ -8,17 +8,18 @@ Does not report faults: different bits are legal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.casts import Mask, left, rounded
+from commdsl.checks.contributions import initial, promised
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedTask
 from commdsl.checks.operations import HOW
-from commdsl.ir.functions import ACTIVATIONS
-from commdsl.ir.marks import mark, mix
-from commdsl.ir.schedules import Contract
+from commdsl.ir.functions import FUNCTIONS
+from commdsl.ir.marks import mark, mix, named
+from commdsl.ir.schedules import Task
 
 Hashes = NDArray[np.uint64]
 
@@ -28,14 +29,6 @@ UNROUNDED = np.uint64(0x5851F42D4C957F2D)
 
 CAST = np.uint64(0x2545F4914F6CDD1D)
 """Sets what was rounded to another element type on its way apart from what was not."""
-
-ENDS = (None, *ACTIVATIONS)
-
-PRODUCT = np.uint64(0x9E6C63D0876A9A75)
-"""Sets rows that were multiplied apart from those that were not."""
-
-NORMED = np.uint64(0xD1342543DE82EF95)
-"""Sets what a row-wise function made apart from what it was made of."""
 
 
 def expressions(located: Located) -> Hashes:
@@ -64,7 +57,11 @@ def _run(located: Located, hashes: Hashes) -> Iterator[tuple[LocatedStep, list[H
     is_cast = np.zeros(located.size, np.bool_)
     for step in located.steps:
         if isinstance(step, LocatedTask):
-            hashes[step.writes], is_cast[step.writes] = hashes[step.origins], False
+            new = hashes[step.origins]
+            if isinstance(step.step, Task):
+                operands = [hashes[one] for one in step.operands.T]
+                new = _applied((step.step.function, 0), operands).reshape(step.writes.shape)
+            hashes[step.writes], is_cast[step.writes] = new, False
             continue
         made = [_expression(located, moves, hashes, is_cast) for moves in step.moves]
         yield step, made
@@ -75,23 +72,17 @@ def _run(located: Located, hashes: Hashes) -> Iterator[tuple[LocatedStep, list[H
 
 def same_bits(located: Located) -> bool:
     """Whether each value a contract wants in several places is made by one expression everywhere."""
-    hashes = expressions(located)
+    hashes, start = expressions(located), initial(located)
+    columns = mark(np.arange(start.sums.shape[1], dtype=np.uint64))
     for contract in located.schedule.contracts:
         if not len(contract.dest_rank):
             continue
         found = hashes[located.contract_dests(contract)]
-        _, first, which = np.unique(_meant(located, contract), return_index=True, return_inverse=True)
+        meant = promised(located, contract, start)
+        _, first, which = np.unique(meant.sums @ columns, return_index=True, return_inverse=True)
         if not np.array_equal(found, found[first][which]):
             return False
     return True
-
-
-def _meant(located: Located, contract: Contract) -> Hashes:
-    """Of every chunk that a contract names a hash of what it is to have, in any order."""
-    sources = located.contract_sources(contract)
-    marks = np.where(sources == located.nowhere, np.uint64(0), mark(sources.astype(np.uint64)))
-    meant: Hashes = marks.sum(axis=1, dtype=np.uint64)[contract.value]
-    return meant
 
 
 def _pair(left: Hashes, right: Hashes, how: np.uint64) -> Hashes:
@@ -122,13 +113,25 @@ def _expression(located: Located, moves: LocatedMoves, hashes: Hashes, is_cast: 
 
 
 def _computed(moves: LocatedMoves, rows: Hashes, hashes: Hashes) -> Hashes:
-    """What a product or a row-wise function makes of rows; what the caller gives to the function is not looked at."""
-    if moves.factors is not None:
-        made = mix(mix(rows ^ PRODUCT) + hashes[moves.factors])
-        ends = mix(made + np.uint64(ENDS.index(moves.moves.epilogue.activation)))
-        for beside in () if moves.beside is None else moves.beside.T:
-            ends = mix(ends + hashes[beside])
-        return ends
-    if moves.moves.applied is not None:
-        return mix(rows ^ NORMED ^ np.uint64(moves.moves.applied.result))
-    return rows
+    """Return the hashes of what a function makes of rows; those of the rows where a statement applies none."""
+    if moves.given is None:
+        return rows
+    made = _applied(moves.function, [rows, *hashes[moves.given.T]])
+    ends = moves.moves.epilogue
+    for name, at in (("bias", moves.bias), (ends.activation or "", None), ("residual", moves.residual)):
+        if at is not None:
+            made = _applied((name, 0), [made, hashes[at]])
+        elif name == ends.activation:
+            made = _applied((name, 0), [made])
+    return made
+
+
+def _applied(function: tuple[str, int], operands: Sequence[Hashes]) -> Hashes:
+    """Return a hash for each row of the operands: either order of those that commute gives the same bits."""
+    commutes = function[0] in FUNCTIONS and FUNCTIONS[function[0]].commutes
+    made = np.full(len(operands[0]), named(*function))
+    if commutes:
+        return mix(made + np.sum(operands, axis=0, dtype=np.uint64))
+    for one in operands:
+        made = mix(made + one)
+    return made

@@ -13,8 +13,10 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.contracts import Contract
+from commdsl.ir.functions import MATMUL
 from commdsl.ir.held import first_chunks, place
-from commdsl.ir.schedules import AnyStep, Buffer, Contract, Ints, Schedule, Statement, Step, Task, Yield
+from commdsl.ir.schedules import AnyStep, Buffer, Schedule, Statement, Step, Task, Yield
 from commdsl.ir.words import at_bindings
 from commdsl.language.kinds import GIVEN, BufferKind
 from commdsl.language.records import dataclass
@@ -29,14 +31,24 @@ class LocatedMoves:
 
     moves: Statement
     dest: Locations  # (n,)
-    sources: Locations  # (n, k)
-    factors: Locations | None = None  # (n,), of products
-    beside: Locations | None = None  # (n, k), what epilogues read: a bias, then a residual
+    sources: Locations  # (n, k), of a function (n, 1): its first operand
+    given: Locations | None = None  # (n, k), of a function: its other operands
+    bias: Locations | None = None  # (n,)
+    residual: Locations | None = None  # (n,)
 
     @property
-    def contributing(self) -> Locations:
-        """All that has a part in what is written: (n, k), of products (n, 2)."""
-        return self.sources if self.factors is None else np.column_stack((self.sources, self.factors))
+    def function(self) -> tuple[str, int]:
+        """The function that is applied, and which of its results is written; without a name: none."""
+        applied = self.moves.applied
+        if applied is not None:
+            return applied.function, applied.result
+        return ("" if self.given is None else MATMUL), 0
+
+    @property
+    def reads(self) -> Locations:
+        """All that is read, (n, k)."""
+        others = (one for one in (self.given, self.bias, self.residual) if one is not None)
+        return np.column_stack((self.sources, *others))
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,13 +61,19 @@ class LocatedStep:
 class LocatedTask:
     """What computes whole buffers on every rank, ours or the caller's; row r is what rank r reads and writes.
 
-    Nobody knows what it writes, so each chunk of it is an origin of its own, beside the chunks that the caller gives.
+    Nobody knows what the caller's writes, so each chunk of it is an origin of its own, as the chunks that are given.
     """
 
     step: Yield | Task
     reads: Locations  # (num_ranks, chunks of the buffers it reads)
     writes: Locations  # (num_ranks, chunks of those it writes)
     origins: Locations  # as `writes`
+
+    @property
+    def operands(self) -> Locations:
+        """Of a function of ours, which is element-wise: for each chunk of `writes` those it is made of, (n, k)."""
+        num_ranks, chunks = self.writes.shape
+        return self.reads.reshape(num_ranks, -1, chunks).transpose(0, 2, 1).reshape(num_ranks * chunks, -1)
 
 
 class Located:
@@ -111,19 +129,20 @@ class Located:
         if moves.source_valid is not None:
             sources = np.where(moves.source_valid, sources, self.nowhere)
         dest = self.locate(moves.dest_buffer, moves.dest_rank, moves.dest_chunk)
+        if moves.applied is not None:
+            every = np.zeros_like(moves.actor)
+            given = np.column_stack([self.locate(buffer, moves.actor, every) for buffer in moves.applied.given])
+            return LocatedMoves(moves, dest, sources, given)
         if moves.factor is None or moves.factor_chunk is None:
             return LocatedMoves(moves, dest, sources)
-        factors = self.locate(moves.factor, moves.actor, moves.factor_chunk)
-        return LocatedMoves(moves, dest, sources, factors, self._beside(moves, moves.factor_chunk))
-
-    def _beside(self, moves: Statement, factor_chunk: Ints) -> Locations | None:
-        ends, found = moves.epilogue, list[Locations]()
+        ends, bias, residual = moves.epilogue, None, None
         if ends.bias is not None:  # one row is that of all
-            chunk = factor_chunk * (self.schedule.buffers[ends.bias].num_chunks > 1)
-            found.append(self.locate(ends.bias, moves.actor, chunk))
+            chunk = moves.factor_chunk * (self.schedule.buffers[ends.bias].num_chunks > 1)
+            bias = self.locate(ends.bias, moves.actor, chunk)
         if ends.residual is not None:
-            found.append(self.locate(ends.residual, moves.actor, moves.dest_chunk))
-        return np.column_stack(found) if found else None
+            residual = self.locate(ends.residual, moves.actor, moves.dest_chunk)
+        factors = self.locate(moves.factor, moves.actor, moves.factor_chunk)[:, None]
+        return LocatedMoves(moves, dest, sources, factors, bias, residual)
 
     def locate(self, buffer: int, rank: NDArray[np.integer], chunk: NDArray[np.integer]) -> Locations:
         return place(self.first_chunk, buffer, rank, chunk)
@@ -153,13 +172,6 @@ class Located:
             for places in [step.writes] if isinstance(step, LocatedTask) else [moves.dest for moves in step.moves]:
                 found[places] = True
         return found
-
-    def of_factors(self) -> NDArray[np.bool_]:
-        """Which locations are those of factors."""
-        factors = {factor for _, factor, _ in self.schedule.products}
-        counts = (np.full(one.num_chunks, at in factors) for at, one in enumerate(self.schedule.buffers))
-        found = self.over_locations(counts, nowhere=0).astype(np.bool_)
-        return np.append(found, np.zeros(self.size - len(found), np.bool_))
 
     def split(self, location: int) -> tuple[int, int, int]:
         """The rank, buffer and chunk of a location."""
@@ -210,14 +222,19 @@ class Located:
         return self.locate(contract.dest_buffer, contract.dest_rank, contract.dest_chunk)
 
     def contract_sources(self, contract: Contract) -> Locations:
-        """(m, k); a source left out is `nowhere`. Of a scratch buffer: what the last task made there."""
-        sources = self.locate(contract.source_buffer, contract.source_rank, contract.source_chunk)
-        if self.schedule.buffers[contract.source_buffer].kind is BufferKind.SCRATCH:
-            makers = [task for task in self.tasks() if contract.source_buffer in task.step.writes]
-            made = np.full(self.nowhere + 1, self.nowhere)
-            made[makers[-1].writes] = makers[-1].origins
-            sources = made[sources]
+        """(m, k); a source left out is `nowhere`. Of a scratch buffer: what the caller's last function made there."""
+        sources = self.at_start(contract.source_buffer, contract.source_rank, contract.source_chunk)
         return sources if contract.source_valid is None else np.where(contract.source_valid, sources, self.nowhere)
+
+    def at_start(self, buffer: int, rank: NDArray[np.integer], chunk: NDArray[np.integer]) -> Locations:
+        """Locations of chunks that are given, or the origins of those that the caller's last function made."""
+        places = self.locate(buffer, rank, chunk)
+        if self.schedule.buffers[buffer].kind is not BufferKind.SCRATCH:
+            return places
+        makers = [task for task in self.tasks() if buffer in task.step.writes]
+        made = np.full(self.nowhere + 1, self.nowhere)
+        made[makers[-1].writes] = makers[-1].origins
+        return made[places]
 
 
 def chunk_name(buffer: Buffer, chunk: int) -> str:

@@ -1,8 +1,8 @@
 """C326, C327: what one operation has combined no other one does, and a contract names the operation that did.
 
 Assumes indices in bounds, no overlapping writes, no undefined reads. Does not ask what is combined; `conservation`
-does. An operation is one that the text names, or the call's, which may be any. What a task or the caller computes is a
-value like one that was given.
+does. An operation is one that the text names, or the call's, which may be any. What the caller computes is a value like
+one that was given; what a function of ours makes is combined as its operands are.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, Locations, statement_key
-from commdsl.ir.schedules import Contract
+from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedTask, Locations, statement_key
+from commdsl.ir.contracts import Contract
+from commdsl.ir.schedules import Task
 from commdsl.ir.words import bindings_text
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.kinds import MoveKind
@@ -22,8 +23,8 @@ from commdsl.machine.dtypes import NAMED_OPS
 Operations = NDArray[np.int8]
 """By location what has combined it: an index into HOW."""
 
-HOW = (None, "", *NAMED_OPS)
-"""Nothing; the call's operation; those that a text names."""
+HOW = (None, "", *NAMED_OPS, "several operations")
+"""Nothing; the call's operation; those that a text names; for one operand of a function this, for another that."""
 
 
 def mixed_operations(located: Located) -> Iterator[Diagnostic]:
@@ -84,21 +85,29 @@ def _combining(located: Located, held: Operations) -> Iterator[tuple[LocatedStep
     ):
         return  # all is the call's, and all is well
     for step in located.steps:
-        if not isinstance(step, LocatedStep):
-            held[step.writes] = 0
+        if isinstance(step, LocatedTask):
+            found = _together(held[step.operands]) if isinstance(step.step, Task) else np.zeros(step.writes.size)
+            held[step.writes] = found.reshape(step.writes.shape)
             continue
         results: list[tuple[Locations, Operations]] = []
         for moves in step.moves:
             if moves.moves.kind is not MoveKind.REDUCE and not moves.moves.accumulate:
-                results.append((moves.dest, held[moves.sources[:, 0]]))
+                results.append((moves.dest, _together(held[moves.reads])))
                 continue
-            operands = np.column_stack((moves.dest, moves.sources)) if moves.moves.accumulate else moves.sources
+            operands = np.column_stack((moves.dest, moves.reads)) if moves.moves.accumulate else moves.reads
             yield step, moves, held[operands]
             several = (operands != located.nowhere).sum(axis=1) > 1  # what combines one alone is it
             how = np.int8(HOW.index(moves.moves.operation or ""))
             results.append((moves.dest, np.where(several, how, held[operands].max(axis=1))))
         for dest, made in results:
             held[dest] = made
+
+
+def _together(operands: Operations) -> Operations:
+    """Return what has combined a result of a function, by what has combined its operands, (n, k)."""
+    most = operands.max(axis=1)
+    is_one = ((operands == 0) | (operands == most[:, None])).all(axis=1)
+    return np.where(is_one, most, np.int8(len(HOW) - 1))
 
 
 def _mixed(located: Located, step: LocatedStep, moves: LocatedMoves, row: int, other: str | None) -> Diagnostic:
@@ -116,4 +125,6 @@ def _other(located: Located, contract: Contract, location: int, found: str | Non
 
 
 def _words(operation: str | None) -> str:
+    if operation == HOW[-1]:
+        return operation
     return f"a {operation}" if operation else "what the call asks for"

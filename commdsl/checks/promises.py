@@ -6,13 +6,15 @@ Assumes resolved contracts. Does not ask whether they are kept; `conservation` d
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.locations import Located
-from commdsl.ir.schedules import Contract, Step
+from commdsl.ir.contracts import Contract
+from commdsl.ir.schedules import Step
 from commdsl.language.diagnostics import Diagnostic, Label
 
 
@@ -47,8 +49,23 @@ def idle_promises(located: Located) -> Iterator[Diagnostic]:
 def _same(first: Contract, second: Contract) -> bool:
     heads = [(one.name, one.source_buffer, one.dest_buffer, one.operation) for one in (first, second)]
     return (
-        heads[0] == heads[1] and _rotating(first) == _rotating(second) and all(map(_equal, _rows(first), _rows(second)))
+        heads[0] == heads[1]
+        and _rotating(first) == _rotating(second)
+        and _terms_equal(first.term, second.term)
+        and all(map(_equal, _rows(first), _rows(second)))
     )
+
+
+def _terms_equal(first: object, second: object) -> bool:
+    """Whether two terms, or two parts of them, are the same row by row."""
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        return np.array_equal(first, second)
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        return len(first) == len(second) and all(map(_terms_equal, first, second))
+    if type(first) is type(second) and is_dataclass(first):
+        names = [one.name for one in fields(first)]
+        return all(_terms_equal(getattr(first, name), getattr(second, name)) for name in names)
+    return first == second
 
 
 def _rotating(contract: Contract) -> tuple[object, ...] | None:

@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commdsl.checks.conservation import Difference, contributors, in_words, last_write
-from commdsl.checks.contributions import MANY, Contents, combine, transposed
+from commdsl.checks.contributions import Contents, combine, summed, transposed
 from commdsl.checks.locations import Located, LocatedStep, LocatedTask, Locations
 from commdsl.checks.rotations import visiting
 from commdsl.ir.classes import connected
+from commdsl.ir.contracts import Contract, Rotation
 from commdsl.ir.held import Handed, handed
 from commdsl.ir.marks import mark
-from commdsl.ir.schedules import Contract, Rotation, Task
+from commdsl.ir.schedules import Task
 from commdsl.ir.words import at_bindings
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.records import dataclass
@@ -121,12 +122,12 @@ class _Returns:
                 for one in self.written.get(index, ()):
                     sums = np.where(one.own, mark(one.origins.astype(np.uint64)), np.uint64(0)).reshape(-1, 1)
                     made, before = Contents(sums, one.own.astype(np.int64).ravel()), held.at(one.places.ravel())
-                    held.put(one.places.ravel(), _sum(made, before) if one.keeps else made)
+                    held.put(one.places.ravel(), summed(made, before) if one.keeps else made)
                 continue
             results = []
             for moves in (one for one in step.moves if self.classes[one.moves.dest_buffer] in self.groups):
                 made = combine(held, moves.sources)
-                results.append((moves.dest, _sum(made, held.at(moves.dest)) if moves.moves.accumulate else made))
+                results.append((moves.dest, summed(made, held.at(moves.dest)) if moves.moves.accumulate else made))
             for dest, made in results:
                 held.put(dest, made)
         return held
@@ -171,7 +172,3 @@ class _Returns:
             notes,
             help="write about every piece at the yield that is handed it, and add that up at its owner",
         )
-
-
-def _sum(one: Contents, other: Contents) -> Contents:
-    return Contents(one.sums + other.sums, np.minimum(one.totals + other.totals, MANY))

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from commdsl.checks.conservation import contributors, listing
 from commdsl.checks.locations import Located, Locations
+from commdsl.ir.contracts import Contract, Rotation
 from commdsl.ir.held import Handed, handed
-from commdsl.ir.schedules import Contract, Rotation, Yield
+from commdsl.ir.schedules import Yield
 from commdsl.ir.words import at_bindings
 from commdsl.language.diagnostics import Diagnostic, Label
 from commdsl.language.records import dataclass

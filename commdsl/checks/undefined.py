@@ -53,7 +53,7 @@ def undefined_reads(located: Located) -> Iterator[Diagnostic]:
 
 def _first_undefined(moves: LocatedMoves, defined: np.ndarray) -> tuple[int, int, str] | None:
     """The undefined location, the row that reads it, and in which way."""
-    readings: list[tuple[Locations, str]] = [(moves.sources, "reads")]
+    readings: list[tuple[Locations, str]] = [(moves.reads, "reads")]
     if moves.moves.accumulate:
         readings.append((moves.dest[:, None], "reduces into"))
     for locations, verb in readings:

@@ -46,10 +46,5 @@ def _read(located: Located) -> NDArray[np.bool_]:
             found[step.reads] = True
             continue
         for moves in step.moves:
-            found[moves.contributing] = True
-            if moves.beside is not None:
-                found[moves.beside] = True
-            if moves.moves.applied is not None:
-                for buffer in moves.moves.applied.given:
-                    found[located.whole(buffer)] = True
+            found[moves.reads] = True
     return found

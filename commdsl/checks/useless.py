@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from commdsl.checks.determinism import idle_statements
 from commdsl.checks.locations import Located, LocatedMoves, LocatedStep, LocatedTask, Locations, statement_key
 from commdsl.ir.held import handed
-from commdsl.ir.schedules import Schedule, Task
+from commdsl.ir.schedules import Schedule, Task, Yield
 from commdsl.ir.words import bindings_text
 from commdsl.language.diagnostics import Diagnostic, Label, Severity
 from commdsl.language.kinds import RETURNED
@@ -99,7 +99,7 @@ def used_rows(located: Located) -> Iterator[Used]:
             if not moves.moves.accumulate:
                 live[moves.dest] = False
         for moves, rows in zip(step.moves, used, strict=True):
-            live[moves.sources if rows.all() else moves.sources[rows]] = True
+            live[moves.reads if rows.all() else moves.reads[rows]] = True
         for moves, rows in zip(reversed(step.moves), reversed(used), strict=True):
             yield step, moves, rows
 
@@ -120,16 +120,13 @@ def _handed_over(located: Located) -> dict[int, tuple[Locations, ...]]:
 
 
 def _results(located: Located) -> Locations:
-    """What functions of ours or the caller's write for the caller: no contract can say what it is, so none need name
-    it.
-    """
+    """Return the chunks that functions of the caller write for the caller: no contract can say what they are."""
     made = {
         buffer
         for task in located.tasks()
         for buffer in task.step.writes
-        if located.schedule.buffers[buffer].kind in RETURNED
+        if isinstance(task.step, Yield) and located.schedule.buffers[buffer].kind in RETURNED
     }
-    made |= {one.dest_buffer for one in located.schedule.rowwise}
     return np.concatenate([np.zeros(0, np.int64), *(located.whole(buffer).ravel() for buffer in sorted(made))])
 
 

@@ -14,7 +14,7 @@ Assumes `cli` has parsed the arguments. A command knows no click; it is a functi
     check, run, show, plan, synth, compile, fmt, explain, tune, choice, cache, doctor, new   a command each
     lsp           what an editor asks, and `lsp`, the command that answers
     dumps, dump_plans, plan_view, timeline   what `show` shows
-    promised, handings   what `ensure` says of tensors, and of what yields hand over
+    promised, evaluated, handings   what `ensure` says of tensors, and of what yields hand over
     trial, visited, trial_rows, trial_keys   what `run` runs: schedules, their visits, rows by tables, rows by keys
     tables, report   by which plan, and what is said of it
     candidates    one's own schedules -> what `tune` measures

@@ -12,8 +12,11 @@ from typing import assert_never
 
 import numpy as np
 
+from commdsl.checks.locations import Located
+from commdsl.checks.terms import Terms
+from commdsl.ir.contracts import Contract, Rotation
 from commdsl.ir.dispatches import ByKey, ByTable, Dispatch, RowTensor, Sort
-from commdsl.ir.schedules import AnyStep, Buffer, Contract, Rotation, Schedule, Statement, Step, Task, Yield
+from commdsl.ir.schedules import AnyStep, Buffer, Schedule, Statement, Step, Task, Yield
 from commdsl.ir.words import step_words
 from commdsl.language.source import Source, Span
 from commdsl.language.syntax import File, Node
@@ -105,6 +108,13 @@ def contract_lines(schedule: Schedule, contract: Contract) -> list[str]:
     if contract.rotation is not None:
         return rotation_lines(schedule, contract.rotation)
     said, how = "" if contract.rounding is None else f" {contract.rounding.words}", contract.operation
+    if contract.term is not None:
+        built = Terms(Located(schedule), whole=True)
+        lines = [f"ensure {contract.name}({dest.name}){f' {how}' if how else ''}{said}"]
+        places = zip(contract.dest_rank.tolist(), contract.dest_chunk.tolist(), strict=True)
+        for row, (rank, chunk) in enumerate(places):
+            lines.append(f"  {place(dest, chunk, rank)} == {built.text(built.wanted(contract, row), rank)}")
+        return lines
     lines = [f"ensure {contract.name}({source.name} -> {dest.name}){f' {how}' if how else ''}{said}"]
     for rank, chunk, value in zip(contract.dest_rank, contract.dest_chunk, contract.value, strict=True):
         valid = slice(None) if contract.source_valid is None else contract.source_valid[value]

@@ -11,7 +11,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from commdsl.ir.schedules import Buffer, Rotation, Schedule, Yield
+from commdsl.ir.contracts import Rotation
+from commdsl.ir.schedules import Buffer, Schedule, Yield
 from commdsl.language.records import dataclass
 from commdsl.machine.dtypes import Array
 from commdsl.program.sizes import chunk_range

@@ -1,10 +1,10 @@
 """Turns the words of `ensure` and what ranks were given into what they must have, and holds a run to that.
 
-Assumes the schedule was resolved. Reads nothing of its steps but what computes, and whether a `reduce` names its
-operation. Shares nothing with the interpreter: a named collective is evaluated by its definition in the language
-reference, a written equality term by term, floats in float64 (long double for float64) within what rounding may change,
-all else exactly. Does not run anything. Where a contract is about what a function of the caller made, or does not say
-which rank's factor multiplied, it is not evaluated, and `Promised` says so.
+Assumes the schedule was resolved. Reads nothing of its steps but what the caller computes, and whether a `reduce`
+names its operation. Shares nothing with the interpreter: a named collective is evaluated by its definition in the
+language reference, a written equality term by term, floats in float64 (long double for float64) within what rounding
+may change, all else exactly; what has functions in it, by `evaluated`. Does not run anything. Where a contract is about
+what a function of the caller made, it is not evaluated, and `Promised` says so.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import numpy as np
 
 from commdsl.checks.locations import Located
 from commdsl.checks.operations import by_the_call
+from commdsl.commands.evaluated import Evaluation, value_of, whole
 from commdsl.commands.handings import Handing, rotated
-from commdsl.ir.functions import FUNCTIONS
+from commdsl.ir.contracts import Contract, Rounding, Term, sources_of
 from commdsl.ir.lengths import block_lengths
-from commdsl.ir.schedules import Contract, Rounding, Schedule, Step, Task, Yield
+from commdsl.ir.products import Part
+from commdsl.ir.schedules import Schedule, Yield
 from commdsl.language.kinds import GIVEN, BufferKind
 from commdsl.language.records import dataclass
 from commdsl.machine.dtypes import Array, DType
@@ -105,10 +107,24 @@ class Ran:
         return whole[first // size : last // size]
 
 
-def held_to_ensure(ran: Ran) -> Promised:
-    """Evaluate every contract and compare the results of a run with it, up to the first that is wrong."""
+def in_one(schedule: Schedule, parts: Sequence[Part], tensors: Tensors) -> dict[str, list[Array]]:
+    """Return the tensors of the buffers of a text, from those of the parts that products cut them into."""
+    found = {name: list(arrays) for name, arrays in tensors.items()}
+    for name, blocks in ((one.name, one.blocks) for one in schedule.buffers):
+        own = [part for part in parts if part.of == name and part.name in tensors]
+        arrays = [found.pop(part.name) for part in own]
+        for rank in range(schedule.num_ranks if own else 0):
+            here = {part.chunks[rank]: of[rank] for part, of in zip(own, arrays, strict=True)}
+            nothing = np.zeros_like(arrays[0][rank])  # of a block that no product has
+            whole = np.concatenate([here.get(block, nothing) for block in range(blocks)])
+            found.setdefault(name, []).append(whole)
+    return found
+
+
+def held_to_ensure(ran: Ran, contracts: Sequence[Contract]) -> Promised:
+    """Evaluate contracts and compare the results of a run with them, up to the first that is wrong."""
     compared, unknown = 0, list[str]()
-    for contract in ran.schedule.contracts:
+    for contract in contracts:
         if contract.rotation is not None:
             found = rotated(ran.schedule, contract.rotation, ran.handings, ran.given)
         else:
@@ -128,54 +144,59 @@ def _evaluated(ran: Ran, contract: Contract) -> tuple[int, str, tuple[str, ...]]
         return 0, "", (f"`{contract.name}` of `{dest}`: {why}",)
     operation = ran.operation if any(one is contract for one in ran.by_the_call) else contract.operation
     of, compared = (ran.type_of(source), ran.type_of(dest)), 0
-    for dests, terms in promises(schedule, contract):
-        values = [_given(ran, contract.source_buffer, one) for one in terms]
-        wanted = combined(values, of, operation, contract.rounding)
+    wanted: Iterator[tuple[Sequence[Chunk], Wanted]]
+    if contract.term is None:
+        found = promises(schedule, contract)
+        each = ((at, [ran.chunk(ran.given, source, one) for one in terms]) for at, terms in found)
+        wanted = ((dests, combined(values, of, operation, contract.rounding)) for dests, values in each)
+    else:
+        wanted = _by_terms(ran, contract, contract.term, operation or "sum")
+    for dests, due in wanted:
         for at in dests:
             got = ran.chunk(ran.left, dest, at)
             compared += got.nbytes
-            wrong = wanted.wrong(got)
+            wrong = due.wrong(got)
             if wrong:
                 where = "" if schedule.buffers[contract.dest_buffer].num_chunks == 1 else f"chunk {at[1]} of "
                 return compared, f"{where}`{dest}` on rank {at[0]} is not what `{contract.name}` promises: {wrong}", ()
     return compared, "", ()
 
 
+def _by_terms(ran: Ran, contract: Contract, term: Term, operation: str) -> Iterator[tuple[Sequence[Chunk], Wanted]]:
+    """Yield each chunk of a contract that names functions, with what its term is."""
+    buffers, dtype = ran.schedule.buffers, ran.type_of(ran.schedule.buffers[contract.dest_buffer].name)
+    stored = [_kind(ran.type_of(one.name).name) for one in buffers if one.kind is not BufferKind.INPUT]
+
+    def chunk(buffer: int, rank: int, chunk: int) -> tuple[Array, DType, int | None]:
+        name = buffers[buffer].name
+        whole = ran.given[name][rank]
+        columns = whole.shape[1] if whole.ndim == 2 else None
+        return ran.chunk(ran.given, name, (rank, chunk)), ran.type_of(name), columns
+
+    units = [ROUNDOFF.get(one, 0.0) for one in stored]
+    numbers = Evaluation(chunk, operation, dtype, max(units), max(SMALLEST.get(one, 0.0) for one in stored))
+    places = zip(contract.dest_rank.tolist(), contract.dest_chunk.tolist(), strict=True)
+    for row, place in enumerate(places):
+        made = value_of(term, row, numbers)
+        if dtype.is_float:
+            limit = min(LARGEST.get(one, np.inf) for one in stored)
+            tolerance = np.where(made.most > limit, np.inf, made.error)
+            yield [place], Wanted(None, made.elements, np.asarray(tolerance), dtype)
+        else:
+            yield [place], Wanted(made.elements, made.elements, made.error, dtype)
+
+
 def _unknown(ran: Ran, contract: Contract) -> str:
     """Why a contract is not evaluated; empty where it is."""
     schedule = ran.schedule
-    source, dest = (schedule.buffers[number] for number in (contract.source_buffer, contract.dest_buffer))
-    if any(one.dest_buffer == contract.dest_buffer for one in schedule.rowwise):
-        return "a row-wise function makes the result, and the contract is about what it is made from"
-    if schedule.has_products:
-        return "a product makes the result, and the contract says which rows and blocks it has, not what it is"
-    writers = [step for step in schedule.steps if not isinstance(step, Step)]
-    if any(isinstance(step, Yield) and contract.dest_buffer in step.writes for step in writers):
-        return f"a function of the caller writes `{dest.name}`"
-    if source.kind in GIVEN:
-        return ""
-    maker = [step for step in writers if contract.source_buffer in step.writes][-1]
-    if isinstance(maker, Yield):
-        return f"a function of the caller, `{maker.name}`, makes `{source.name}`"
-    changed = {one.dest_buffer for one in schedule.statements} | {one for step in writers for one in step.writes}
-    for number in maker.reads:
-        if schedule.buffers[number].kind not in GIVEN or number in changed:
-            read = schedule.buffers[number].name
-            return f"`{maker.function}` makes `{source.name}` from `{read}`, which moves change"
+    visits = [step for step in schedule.steps if isinstance(step, Yield)]
+    if any(contract.dest_buffer in step.writes for step in visits):
+        return f"a function of the caller writes `{schedule.buffers[contract.dest_buffer].name}`"
+    for number in sources_of(contract):
+        if schedule.buffers[number].kind not in GIVEN:
+            maker = next(step for step in reversed(visits) if number in step.writes)
+            return f"a function of the caller, `{maker.name}`, makes `{schedule.buffers[number].name}`"
     return ""
-
-
-def _given(ran: Ran, buffer: int, at: Chunk) -> Array:
-    """Return the contents of a chunk of the source: the input, or the result of one of our tasks on it."""
-    schedule = ran.schedule
-    name = schedule.buffers[buffer].name
-    if schedule.buffers[buffer].kind is not BufferKind.SCRATCH:
-        return ran.chunk(ran.given, name, at)
-    task = next(step for step in reversed(schedule.steps) if isinstance(step, Task) and buffer in step.writes)
-    values = [ran.chunk(ran.given, schedule.buffers[number].name, at) for number in task.reads]
-    of = ran.type_of(name)
-    made = combined(values, (of, of), FUNCTIONS[task.function].operation, None)
-    return made.exact if made.exact is not None else made.values.astype(of.accumulator).astype(np.float64)
 
 
 # --- what the words say -----------------------------------------------------------------------------------------------
@@ -271,7 +292,7 @@ def combined(
     if len(values) == 1 and same and values[0].dtype == dest.storage:
         return Wanted(values[0], none, none, dest)
     if not source.is_float and not dest.is_float:
-        return Wanted(_whole(values, dest, operation or "sum"), none, none, dest)
+        return Wanted(whole(values, dest, operation or "sum"), none, none, dest)
     precise: type[np.floating[Any]] = np.longdouble if dest.name == "float64" else np.float64
     terms = [_precise(one, source, precise) for one in values]
     result, scale, error = _floats(terms, operation or "sum")
@@ -293,17 +314,8 @@ def _kind(name: str) -> str:
 
 
 def _precise(values: Array, of: DType, precise: type[np.floating[Any]]) -> Array:
-    """In the type in which it is evaluated; what a task made of floats is so already."""
-    is_made = of.is_float and values.dtype == np.float64 != of.storage
-    return (values if is_made or not of.is_float else of.widen(values)).astype(precise)
-
-
-def _whole(values: Sequence[Array], dtype: DType, operation: str) -> Array:
-    """Integers as they wrap, truth values by `or` and `and`."""
-    if dtype.name == "bool":
-        return reduce(np.logical_or if operation in ("sum", "max") else np.logical_and, values)
-    function = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}[operation]
-    return reduce(lambda left, right: function(left, right, dtype=dtype.storage, casting="unsafe"), values)
+    """In the type in which it is evaluated."""
+    return (of.widen(values) if of.is_float else values).astype(precise)
 
 
 def _floats(terms: Sequence[Array], operation: str) -> tuple[Array, Array, int]:

@@ -12,8 +12,9 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.contracts import Contract, Rotation
 from commdsl.ir.marks import mark
-from commdsl.ir.schedules import Contract, Rotation, Schedule
+from commdsl.ir.schedules import Schedule
 from commdsl.language.records import dataclass
 
 Floats = NDArray[np.float64]

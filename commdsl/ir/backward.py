@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from commdsl.ir.schedules import Buffer, Contract, Schedule, Step
+from commdsl.ir.contracts import Contract
+from commdsl.ir.schedules import Buffer, Schedule, Step
 from commdsl.language.kinds import Axis
 from commdsl.language.records import dataclass
 

@@ -1,9 +1,10 @@
-"""The functions that `compute` may name, but products: what they read and write, and how a row is made.
+"""The registry of the functions that `compute` runs and that contracts name.
 
-Element by element (`FUNCTIONS`): any cut into tiles gives the same bits. Row-wise (`ROWWISE`): a result depends on its
-whole row, so who makes a row has all of it. What follows a product (`ACTIVATIONS`, `Epilogue`) is of its sums.
+`FUNCTIONS` has all of them: the shapes of their operands, how many results they have, and what they compute, in words.
+`ACTIVATIONS` and `Epilogue` are what may follow a product, on its sums.
 
-Assumes nothing. Does not compute; the oracle and the kernels do: floats in float32, rounded once, integers as they are.
+Assumes nothing. Does not compute; the reference interpreter, the contracts of `commdsl run` and the kernels do: floats
+in float32 or wider, rounded once, integers as they are.
 """
 
 from __future__ import annotations
@@ -15,22 +16,16 @@ from types import MappingProxyType
 from commdsl.language.records import dataclass
 
 
-@dataclass(frozen=True, slots=True)
-class Function:
-    """`num_reads` buffers to one, each element by `operation` in order."""
+class Shape(Enum):
+    """How the shapes of operands and results belong together."""
 
-    name: str
-    num_reads: int
-    operation: str  # "sum" or "prod", as a reduction's
-
-
-FUNCTIONS: Mapping[str, Function] = MappingProxyType(
-    {one.name: one for one in (Function("add", 2, "sum"), Function("multiply", 2, "prod"))}
-)
+    ELEMENTWISE = "operands and results of one shape; any cut into tiles gives the same bits"
+    ROWWISE = "the first operand and each result have the same rows; a result depends on its whole row"
+    PRODUCT = "rows of the first operand, a column for each row of the second"
 
 
 class Extent(Enum):
-    """How long an operand of a row-wise function is."""
+    """The length of an operand of a row-wise function."""
 
     ROWS = "as long as the rows"
     ROW = "one row"
@@ -38,38 +33,68 @@ class Extent(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rowwise:
-    """From the rows that moves leave in a buffer, and what the caller gives beside them, to as many of each result."""
+class Function:
+    """A function of the registry. `meaning` names operands and results as the signature in the language reference."""
 
     name: str
-    given: tuple[Extent, ...]
-    num_results: int
+    shape: Shape
+    num_operands: int
+    meaning: str
+    num_results: int = 1
+    operation: str = ""  # of an element-wise function: "sum" or "prod", as of a reduction
+    commutes: bool = False  # the order of the operands does not matter
+    given: tuple[Extent, ...] = ()  # of a row-wise function: its operands behind the rows
+    inexact: tuple[int, ...] = ()  # results whose last bits depend on the order of a sum: kernels choose it
 
     @property
     def row(self) -> int:
-        """Which of what is given says how long a row is."""
+        """The index in `given` of the operand that is as long as a row."""
         return self.given.index(Extent.ROW)
 
 
-ROWWISE: Mapping[str, Rowwise] = MappingProxyType(
+MATMUL = "matmul"
+
+FUNCTIONS: Mapping[str, Function] = MappingProxyType(
     {
-        # (x, residual, weight, eps): the sum x + residual, rounded; and of that sum, each row divided by its root of
-        # the mean square and eps, and multiplied by the weight.
-        "add_rms_norm": Rowwise("add_rms_norm", (Extent.ROWS, Extent.ROW, Extent.NUMBER), 2),
+        one.name: one
+        for one in (
+            Function("add", Shape.ELEMENTWISE, 2, "c = a + b", operation="sum", commutes=True),
+            Function("multiply", Shape.ELEMENTWISE, 2, "c = a * b", operation="prod", commutes=True),
+            Function(
+                "add_rms_norm",
+                Shape.ROWWISE,
+                4,
+                "y = x + residual, rounded, and z = y with each row over the root of its mean square and eps, times w",
+                num_results=2,
+                given=(Extent.ROWS, Extent.ROW, Extent.NUMBER),
+                inexact=(1,),
+            ),
+            Function(MATMUL, Shape.PRODUCT, 2, "c = a times w transposed; an epilogue may follow"),
+        )
     }
 )
 
 
+def _of_shape(shape: Shape) -> Mapping[str, Function]:
+    return MappingProxyType({name: one for name, one in FUNCTIONS.items() if one.shape is shape})
+
+
+ELEMENTWISE = _of_shape(Shape.ELEMENTWISE)
+"""The functions that work tile by tile."""
+
+ROWWISE = _of_shape(Shape.ROWWISE)
+"""The functions that work row by row."""
+
 GATED = "swiglu"
-"""Of columns in two halves: silu(first) times the second (Shazeer, GLU Variants Improve Transformer, 2020)."""
+"""An activation of columns in two halves: silu(first) times the second (Shazeer, GLU Variants Improve Transformer)."""
 
 ACTIVATIONS = ("gelu", GATED)
-"""What may follow a product; gelu is x times the normal distribution up to x, by the error function."""
+"""Activations that may follow a product; gelu is x times the normal distribution up to x, by the error function."""
 
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """What a product does with its float32 sums before they are rounded: a bias, one row for all or one for each block
+    """The end of a product, on its float32 sums before they are rounded: a bias, one row for all or one for each block
     of the factor, is added, then an activation applied, then a residual added, which lies as the result does.
     """
 
@@ -79,7 +104,7 @@ class Epilogue:
 
     @property
     def buffers(self) -> tuple[int, ...]:
-        """What is read."""
+        """The buffers that are read."""
         return tuple(one for one in (self.bias, self.residual) if one is not None)
 
     @property

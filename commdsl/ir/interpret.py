@@ -27,7 +27,7 @@ from typing import TypeAlias, assert_never
 import numpy as np
 
 from commdsl.ir.classes import Unit, types, units
-from commdsl.ir.functions import FUNCTIONS
+from commdsl.ir.functions import ELEMENTWISE
 from commdsl.ir.lengths import block_lengths
 from commdsl.ir.rounding import rounded
 from commdsl.ir.schedules import Applied, Cast, Schedule, Statement, Step, Task, Yield
@@ -236,7 +236,7 @@ def run(
                     for buffer, values in zip(step.writes, bodies[name](rank, given), strict=True):
                         memory.fill(buffer, rank, values)
             case Task():
-                operation = FUNCTIONS[step.function].operation
+                operation = ELEMENTWISE[step.function].operation
                 for rank in range(schedule.num_ranks):
                     given = [memory.whole(buffer, rank) for buffer in step.reads]
                     made = combine(given, memory.dtypes[step.writes[0]], operation)

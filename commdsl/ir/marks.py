@@ -7,6 +7,7 @@ and does not show in anything that is printed, stored or put in order.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from functools import cache
 from typing import TypeAlias
@@ -31,6 +32,13 @@ def mark(numbers: Marks) -> Marks:
     """Return a mark of each number: distinct for distinct numbers, and different in every process."""
     first, second = _keys()
     return mix(mix(numbers + first) ^ second)
+
+
+@cache
+def named(name: str, number: int) -> np.uint64:
+    """Return a mark of a name and a number."""
+    digest = hashlib.blake2b(f"{name} {number}".encode(), digest_size=8).digest()
+    return np.uint64(mark(np.array([int.from_bytes(digest, "little")], np.uint64))[0])
 
 
 def mix(numbers: Marks) -> Marks:

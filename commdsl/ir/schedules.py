@@ -17,6 +17,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.contracts import Contract, Rotation
+from commdsl.ir.contracts import Ints as Ints
 from commdsl.ir.functions import PLAIN, Epilogue
 from commdsl.ir.lengths import Lengths
 from commdsl.language.kinds import BufferKind, MoveKind
@@ -24,8 +26,6 @@ from commdsl.language.records import dataclass
 from commdsl.language.source import Span
 from commdsl.machine.carriers import DEFAULT, Carrier
 from commdsl.machine.topology import Topology
-
-Ints: TypeAlias = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +66,6 @@ class Cast:
     @property
     def words(self) -> str:
         return f"{self.element} by {self.stretch}" if self.stretch else self.element
-
-
-@dataclass(frozen=True, slots=True)
-class Rounding:
-    """What a contract says of casts: how often the most rounded contribution is, and to which element type."""
-
-    times: int
-    element: str
-
-    @property
-    def words(self) -> str:
-        return f"rounded({self.element}, {self.times})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +173,7 @@ class Task:
     buffer are cut as declared, and a tile is `tiles[0]` elements of a chunk.
     """
 
-    function: str  # a name in FUNCTIONS
+    function: str  # a name in ELEMENTWISE
     reads: tuple[int, ...]  # buffers
     writes: tuple[int, ...]
     tiles: tuple[int, ...]  # extents of a tile; (): chosen
@@ -195,62 +183,6 @@ class Task:
 
 
 AnyStep: TypeAlias = Step | Yield | Task
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """Over the yields every chunk of `sources[0]` is handed over, in it or in `dests[0]`, on every rank exactly once;
-    at each yield chunk i of `sources[n]` or `dests[n]` is of the same rank and chunk for every n.
-
-    `visits[r, q, c]`: whether rank r is handed chunk c of rank q; None: every rank every chunk. `back`: none, or a
-    buffer for each of `sources` that at the end has, chunk by chunk, the sum of what yields wrote about it.
-    """
-
-    sources: tuple[int, ...]  # buffers
-    dests: tuple[int, ...]
-    visits: NDArray[np.bool_] | None  # (num_ranks, num_ranks, num_chunks)
-    back: tuple[int, ...] = ()
-
-    @property
-    def buffers(self) -> frozenset[int]:
-        """In which pieces are handed over."""
-        return frozenset((*self.sources, *self.dests))
-
-
-@dataclass(frozen=True)
-class Contract:
-    """What must hold at the end. Row j: chunk `dest_chunk[j]` on `dest_rank[j]` equals value `value[j]`.
-
-    Value v is the combination of initial chunks (source_rank[v, i], source_chunk[v, i]) of `source_buffer`, i in rank
-    order: one (a copy) or several (a reduction). `operation` is how they are combined, None of copies; "sum" stands for
-    the call's, too, where no statement names one. Of a scratch buffer, the chunks that its last Task or Yield wrote.
-    `name` is the collective ("allreduce", "general", "rotation", ...). A rotation has no rows: `rotation` says what
-    holds over the yields. Locations without a row are free at the end.
-    """
-
-    name: str
-    source_buffer: int
-    dest_buffer: int
-    operation: str | None
-    dest_rank: Ints  # (n,)
-    dest_chunk: Ints  # (n,)
-    value: Ints  # (n,)
-    source_rank: Ints  # (m, k)
-    source_chunk: Ints  # (m, k)
-    root: int | None
-    span: Span = field(repr=False)
-    source_valid: NDArray[np.bool_] | None = None  # (m, k), None: all
-    rotation: Rotation | None = None
-    rounding: Rounding | None = None
-
-    @property
-    def summed(self) -> frozenset[int]:
-        """Of how many chunks its values are sums."""
-        if self.operation != "sum":
-            return frozenset()
-        if self.source_valid is None:
-            return frozenset({self.source_rank.shape[1]})
-        return frozenset(self.source_valid.sum(axis=1).tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,6 +319,13 @@ class Schedule:
     def rowwise(self) -> tuple[Statement, ...]:
         """The statements that apply row-wise functions."""
         return tuple(one for one in self.statements if one.applied is not None)
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether steps apply functions of the registry, or contracts name any."""
+        is_named = any(contract.term is not None for contract in self.contracts)
+        tasks = (step for step in self.steps if isinstance(step, Task))
+        return is_named or self.has_products or bool(self.rowwise) or next(tasks, None) is not None
 
     @property
     def has_own_units(self) -> bool:

@@ -135,15 +135,50 @@ def quantity(node: syntax.Quantity) -> str:
 
 def ref(node: syntax.Ref) -> str:
     indices = f"[{arguments(node.indices)}]" if node.indices else ""
-    match node.place:
+    return f"{node.buffer.text}{indices}{_at(node.place, node)}"
+
+
+def _at(place: syntax.Expr | syntax.All | None, node: syntax.Node) -> str:
+    """The rank of a reference or a term, to follow it."""
+    match place:
         case None:
-            return node.buffer.text + indices
+            return ""
         case syntax.All():
-            return f"{node.buffer.text}{indices} @ all"
-        case syntax.Unary() | syntax.Binary() as place if _grouped(place, node):
-            return f"{node.buffer.text}{indices} @ ({expr(place)})"
-        case place:
-            return f"{node.buffer.text}{indices} @ {arithmetic(place)}"
+            return " @ all"
+        case syntax.Unary() | syntax.Binary() if _grouped(place, node):
+            return f" @ ({expr(place)})"
+        case _:
+            return f" @ {arithmetic(place)}"
+
+
+def clause_term(node: syntax.Term) -> str:
+    """A term as all that a clause says: what it ends with needs no parentheses."""
+    if isinstance(node, syntax.Finished) and node.place is None:
+        return term(node.of) + epilogue(node.epilogue)
+    return term(node)
+
+
+def term(node: syntax.Term) -> str:
+    match node:
+        case syntax.Ref():
+            return ref(node)
+        case syntax.Application(function, operands, result, place):
+            chosen = "" if result is None else f"[{result.value}]"
+            return f"{function.text}({', '.join(map(term, operands))}){chosen}{_at(place, node)}"
+        case syntax.Combined(operation, parts, place):
+            return f"{operation}({', '.join(map(term, parts))}){_at(place, node)}"
+        case syntax.Listed(of, bound, condition):
+            return f"{term(of)} for {binder(bound)}" + ("" if condition is None else f" if {expr(condition)}")
+        case syntax.Finished(of, endings, place):
+            return f"({term(of)}{epilogue(endings)}){_at(place, node)}"
+        case _:
+            assert_never(node)
+
+
+def epilogue(nodes: Iterable[syntax.Ending]) -> str:
+    """` with bias b, gelu`; nothing where there are no endings."""
+    said = ", ".join(f"{one.name.text}{f' {ref(one.ref)}' if one.ref else ''}{where(one.where)}" for one in nodes)
+    return f" with {said}" if said else ""
 
 
 def binder(node: syntax.Binder) -> str:

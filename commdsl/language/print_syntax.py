@@ -16,8 +16,10 @@ from commdsl.language.print_expressions import (
     binders,
     cast,
     choice,
+    clause_term,
     combining,
     domain,
+    epilogue,
     expr,
     for_binders,
     quantity,
@@ -72,9 +74,9 @@ def line(node: Line) -> str:
         case syntax.Do():
             return _do(node)
         case syntax.Move(MoveKind.REDUCE, origin, dest, syntax.Ref() as factor):
-            return f"reduce matmul({source(origin)}, {ref(factor)}) -> {ref(dest)}{_epilogue(node)}"
+            return f"reduce matmul({source(origin)}, {ref(factor)}) -> {ref(dest)}{epilogue(node.epilogue)}"
         case syntax.Move(_, origin, dest, syntax.Ref() as factor):
-            return f"compute matmul({source(origin)}, {ref(factor)} -> {ref(dest)}){_epilogue(node)}"
+            return f"compute matmul({source(origin)}, {ref(factor)} -> {ref(dest)}){epilogue(node.epilogue)}"
         case syntax.Move(kind, origin, dest):
             return f"{kind.value} {source(origin)} -> {ref(dest)}{combining(node.operation)}{cast(node.cast)}"
         case syntax.Yield(buffer):
@@ -88,19 +90,14 @@ def line(node: Line) -> str:
             return f"on {role.text}"
         case syntax.TuneEntry(key, value):
             return f"{key.text} {quantity(value) if isinstance(value, syntax.Quantity) else arithmetic(value)}"
-        case syntax.Clause(dest, origin, operation):
-            return f"{ref(dest)} == {source(origin) if operation is None else f'{operation}({source(origin)})'}"
+        case syntax.Clause(dests, of):
+            return f"{', '.join(map(ref, dests))} == {clause_term(of)}"
         case syntax.Use(path):
             return f'use "{path}"'
         case syntax.FnDecl(name, params, body):
             return f"fn {name.text}({', '.join(param.text for param in params)}) = {choice(body)}"
         case _:
             assert_never(node)
-
-
-def _epilogue(node: syntax.Move) -> str:
-    endings = (f"{one.name.text}{f' {ref(one.ref)}' if one.ref else ''}{where(one.where)}" for one in node.epilogue)
-    return f" with {', '.join(endings)}" if node.epilogue else ""
 
 
 def _do(node: syntax.Do) -> str:

@@ -150,6 +150,15 @@ class Task:
         return max((one.launch + 1 for one in self.counters if isinstance(one, Over)), default=0)
 
 
+def joins(task: Task, product: Product) -> bool:
+    """Return whether a task can add one more product to its sum: nothing was done with the sum yet that has to stand
+    before it, and one bias and one residual are all.
+    """
+    ends = product.step.epilogue
+    is_open = task.activation is None and not (ends.activation and task.residual)
+    return is_open and not (ends.bias is not None and task.bias) and not (ends.residual is not None and task.residual)
+
+
 @dataclass(frozen=True, slots=True)
 class Tasks:
     """Tasks of one kernel, in the order in which workers take their tiles."""

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from commdsl.ir.functions import FUNCTIONS
+from commdsl.ir.functions import ELEMENTWISE
 from commdsl.language.records import dataclass
 from commdsl.program.memory import Tensor
 from commdsl.program.moves import KIND_OF, Ops, Origin
 
-FUNCTION_OF = MappingProxyType({KIND_OF[one.operation]: one for one in FUNCTIONS.values()})
+FUNCTION_OF = MappingProxyType({KIND_OF[one.operation]: one for one in ELEMENTWISE.values()})
 """The functions of `ir.functions`, by their kind as operations."""
 
 

@@ -147,7 +147,7 @@ def verify_tiles(tiles: Tiles, moves: Moves) -> None:
     _shapes(beside)
     _operations(beside, *FUNCTION_OF)
     ops = tiles.ops
-    operands = np.array([FUNCTION_OF[OpKind(kind)].num_reads for kind in ops.kind.tolist()], np.int64)
+    operands = np.array([FUNCTION_OF[OpKind(kind)].num_operands for kind in ops.kind.tolist()], np.int64)
     _each(np.diff(ops.source_begin) == operands, "operation", "it has the operands of its function")
     _each(ops.joined == 0, "operation", "it stands alone")
     _operands(beside)

@@ -10,7 +10,7 @@ from commdsl.program.launches import Launch, Return, Visit
 from commdsl.program.legal import law as _law
 from commdsl.program.memory import Rights
 from commdsl.program.plan import Plan
-from commdsl.program.tasks import Over, Ready, Stored, Task, Tasks
+from commdsl.program.tasks import Over, Ready, Stored, Task, Tasks, joins
 from commdsl.program.visited import kept_by, launches, tasks, visits
 
 
@@ -65,7 +65,8 @@ def _task(task: Task, plan: Plan) -> None:
     _law(
         not any(isinstance(one, Ready) for product in task.products for one in product.waits), "readiness is of pushes"
     )
-    for one in others:
+    for at, one in enumerate(others, 1):
+        _law(joins(Task(task.products[:at]), one), "a task ends with what stands before its last product")
         _law(one.writes == first.writes[:1] and one.result in one.sums, "a product is added to what another one makes")
     if task.push is not None:
         launch = launches(plan)[task.push]

@@ -41,7 +41,7 @@ schedule two_tasks for P ranks where P >= 2 {
   scratch c[P blocks]
   scratch d[P blocks]
   output y
-  ensure reduce_scatter(d -> y)
+  ensure each r { y == sum(multiply(add(a[r], b[r]), b[r]) @ all) }
 
   compute add(a, b -> c) on compute
   compute multiply(c, b -> d) on compute

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from commdsl.ir import resolve
+from commdsl.ir import functions, resolve
+from commdsl.ir.resolve.epilogues import KNOWN
 from commdsl.ir.resolve.evaluate import FUNCTIONS
 from commdsl.ir.resolve.expressions import METHODS, Kind, Looked
 from commdsl.ir.resolve.names import COLLECTIVES, GENERATORS
@@ -72,6 +73,12 @@ def _listed(node: syntax.Node, files: tuple[File, ...]) -> Iterator[tuple[str, I
             yield "a schedule", (item.name.text for item in _items(files) if isinstance(item, syntax.ScheduleDecl))
         case syntax.NamedContract(name=syntax.Name(text=text)) if text == NOBODY:
             yield "a contract", COLLECTIVES
+        case syntax.Clause(term=term) if _is_nobody(term):
+            yield "a function", functions.FUNCTIONS
+        case syntax.Application(operands=terms) | syntax.Combined(parts=terms) if any(map(_is_nobody, terms)):
+            yield "a function", functions.FUNCTIONS
+        case syntax.Ending(name=syntax.Name(text=text)) if text == NOBODY:
+            yield "what a product ends with", KNOWN
         case syntax.CycleGenerator(name=syntax.Name(text=text)) if text == NOBODY:
             yield "a set of cycles", GENERATORS
         case syntax.TuneEntry(key=syntax.Name(text=text)) if text == NOBODY:
@@ -83,6 +90,10 @@ def _listed(node: syntax.Node, files: tuple[File, ...]) -> Iterator[tuple[str, I
             yield "a role", (role.name.text for role in chain.from_iterable(roles))
         case _:
             pass
+
+
+def _is_nobody(term: syntax.Term) -> bool:
+    return isinstance(term, syntax.Ref) and term.buffer.text == NOBODY
 
 
 def _items(files: tuple[File, ...]) -> Iterator[syntax.Item]:

@@ -11,7 +11,7 @@ prove anything about the steps: their indices out of range stay in the arrays fo
     parameters    those given and the defaults -> numbers
     machines      `topology`, `roles`
     cycle_sets    `cycles`
-    contracts, clauses, rotations   `ensure`
+    contracts, clauses, terms, rotations   `ensure`
     casts         `as float8 by 128`, `rounded(float8, 2)`
     epilogues     `with bias b[q], gelu where A == 1`
     rows, steps   `each` -> arrays, a row for every combination of its binders

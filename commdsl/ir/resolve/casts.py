@@ -5,11 +5,12 @@ Assumes nothing of where it stands: moves of a schedule, or rows of a dispatch. 
 
 from __future__ import annotations
 
+from commdsl.ir.contracts import Rounding
 from commdsl.ir.dispatches import STRETCHES
 from commdsl.ir.resolve.evaluate import Evaluator, Scope
 from commdsl.ir.resolve.expressions import ExpressionRules, Kind
 from commdsl.ir.resolve.faults import Faults, Poisoned
-from commdsl.ir.schedules import Cast, Rounding
+from commdsl.ir.schedules import Cast
 from commdsl.language import syntax as syn
 
 OF_MOVES = ("float8", "bfloat16", "float16")

@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 from commdsl.ir.bounds import outside
 from commdsl.ir.resolve.faults import Poisoned
 from commdsl.ir.resolve.rows import Binding, Rows
-from commdsl.ir.schedules import (
-    Ints,
-)
+from commdsl.ir.schedules import Ints
 from commdsl.ir.words import bindings_text, ranks_text
 from commdsl.language import syntax as syn
 from commdsl.language.records import dataclass
+from commdsl.language.source import Span
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,13 +55,13 @@ def check_side(
         raise Poisoned
 
 
-def check_sums(named: NamedRows, source: syn.Source_, is_there: NDArray[np.bool_], binding: Binding) -> None:
+def check_sums(named: NamedRows, span: Span, is_there: NDArray[np.bool_], binding: Binding) -> None:
     """C315 where a row's list has nothing in it; `is_there`: whether it has, by row."""
     empty = np.flatnonzero(~is_there)
     if len(empty):
         label = f"{named.where(int(empty[0]))}: nothing to sum"
         help = _mend(named, is_there, binding.num_ranks)
-        binding.faults.fail("C315", "a sum of nothing", source.span, label, help=help)
+        binding.faults.fail("C315", "a sum of nothing", span, label, help=help)
 
 
 def _mend(named: NamedRows, is_there: NDArray[np.bool_], num_ranks: int) -> str:

@@ -5,23 +5,25 @@ Assumes `names` found nothing wrong. Chunk indices are flat: block * cut + piece
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.contracts import Contract, Ints
 from commdsl.ir.resolve.casts import rounding_of
 from commdsl.ir.resolve.clauses import NamedRows, check_rows, check_side, check_sums
 from commdsl.ir.resolve.evaluate import Scope, Value
 from commdsl.ir.resolve.faults import Poisoned
-from commdsl.ir.resolve.rotations import rotation
+from commdsl.ir.resolve.rotations import rotating_names, rotation
 from commdsl.ir.resolve.rows import Binding, spread
 from commdsl.ir.resolve.steps import read_list
-from commdsl.ir.schedules import Buffer, Contract, Ints
+from commdsl.ir.resolve.terms import as_lists, check_given, leading, operations_of, results_of, term_of
+from commdsl.ir.schedules import Buffer
 from commdsl.language import syntax as syn
-from commdsl.language.kinds import GIVEN, RETURNED, BufferKind
+from commdsl.language.kinds import RETURNED
 from commdsl.language.records import dataclass
 from commdsl.language.source import Span
 
@@ -66,9 +68,12 @@ def contracts(ensure: syn.Ensure, binding: Binding, scope: Scope) -> tuple[Contr
         case syn.NamedContract(rounding=rounding):
             made = (_named(ensure.contract, binding, scope),)
         case syn.RotationContract():
+            for one in rotating_names(ensure.contract):
+                binding.check_there(one)
             return (rotation(ensure.contract, binding, scope),)
         case syn.GeneralContract(rounding=rounding):
-            made = tuple(_clause(ensure.contract, clause, binding, scope) for clause in ensure.contract.clauses)
+            clauses = (_clause(ensure.contract, clause, binding, scope) for clause in ensure.contract.clauses)
+            made = tuple(one for found in clauses for one in found)
     said = rounding_of(rounding, binding.evaluator, scope, binding.faults)
     return tuple(replace(one, rounding=said) for one in made)
 
@@ -96,32 +101,80 @@ def _contract(
 # --- the general form -------------------------------------------------------------------------------------------------
 
 
-def _clause(contract: syn.GeneralContract, clause: syn.Clause, binding: Binding, outer: Scope) -> Contract:
+def _clause(contract: syn.GeneralContract, clause: syn.Clause, binding: Binding, outer: Scope) -> Iterator[Contract]:
+    """Yield a contract for each chunk on the left."""
+    source = _plain(clause.term)
+    for ref in (*clause.dests, *(() if source is None else (source.ref,))):
+        binding.check_there(ref.buffer)
+    for dest in clause.dests:
+        binding.check_kind(dest.buffer, RETURNED, "the result of a contract goes to the caller")
     rows = binding.rows(contract.binders, contract.where, outer)
-    scope = rows.scope(outer)
-    shape = (rows.count,)
-    extents = binding.check_shapes(clause.source.ref, clause.dest, clause.span)
-    binding.budget.allow(rows.count, prod(extents), "chunks", clause.span)
-    _check_kinds(binding, clause.source.ref.buffer, clause.dest.buffer)
-    actor = binding.column(syn.Name(contract.binders[0].name.text, span=clause.span), scope, shape)
+    actor = binding.column(syn.Name(contract.binders[0].name.text, span=clause.span), rows.scope(outer), (rows.count,))
     named = NamedRows(contract, rows, actor)
+    if source is not None:
+        yield _copied(clause, source, named, binding, outer)
+        return
     check_rows(named, binding)
-    dest_chunk = binding.chunk(clause.dest, scope, shape)
-    check_side(named, clause.dest, actor, dest_chunk, None, binding)
-    source_rank, source_chunk, valid = _sources(clause.source, named, scope, binding)
-    check_side(named, clause.source.ref, source_rank, source_chunk, valid, binding)
+    extents = binding.missing(clause.dests[0])
+    binding.budget.allow(rows.count, prod(extents), "chunks", clause.span)
+    term = term_of(clause, named, binding, outer, extents)
+    operation = next(iter(operations_of(term)), None)
+    for dest, of in zip(clause.dests, results_of(term, len(clause.dests)), strict=True):
+        if binding.missing(dest) != extents:
+            binding.faults.fail("C116", "the results are of different shapes", dest.span, "not as the first one is",
+                                help="index all of them down to the same extents")  # fmt: skip
+        dest_rank, dest_chunk = _dest(dest, named, binding, outer)
+        found = leading(of)
+        source_rank, source_chunk, valid = as_lists(found, len(dest_rank))
+        value = np.arange(len(dest_rank), dtype=np.int32)
+        arrays = _Rows(dest_rank, dest_chunk, value, source_rank, source_chunk, valid)
+        name = list(binding.buffers)[found[0]]
+        made = _contract("general", binding, name, dest.buffer.text, operation, None, clause.span, arrays)
+        yield replace(made, term=of)
+
+
+def _plain(term: syn.Term) -> syn.Source_ | None:
+    """The source of a copy, or of a combination of chunks; None where a clause says more."""
+    match term:
+        case syn.Ref():
+            return syn.Source_(term, span=term.span)
+        case syn.Combined(_, (syn.Ref() as ref,), None):
+            return syn.Source_(ref, span=ref.span)
+        case syn.Combined(_, (syn.Listed(syn.Ref() as ref, binder, condition) as listed,), None):
+            return syn.Source_(ref, binder, condition, span=listed.span)
+        case _:
+            return None
+
+
+def _dest(ref: syn.Ref, named: NamedRows, binding: Binding, outer: Scope) -> tuple[Ints, Ints]:
+    """The rank and the number of every chunk on the left."""
+    chunk = binding.chunk(ref, named.rows.scope(outer), (named.rows.count,))
+    check_side(named, ref, named.actor, chunk, None, binding)
+    extents = binding.missing(ref)
+    return spread(named.actor, extents, chunks=False), spread(chunk, extents, chunks=True)
+
+
+def _copied(clause: syn.Clause, source: syn.Source_, named: NamedRows, binding: Binding, outer: Scope) -> Contract:
+    (dest,), rows = clause.dests, named.rows
+    extents = binding.check_shapes(source.ref, dest, clause.span)
+    binding.budget.allow(rows.count, prod(extents), "chunks", clause.span)
+    check_given(binding, source.ref.buffer)
+    check_rows(named, binding)
+    dest_rank, dest_chunk = _dest(dest, named, binding, outer)
+    source_rank, source_chunk, valid = _sources(source, named, rows.scope(outer), binding)
+    check_side(named, source.ref, source_rank, source_chunk, valid, binding)
     binding.budget.allow(source_chunk.size, prod(extents), "contributions", clause.span)
-    dest_chunk = spread(dest_chunk, extents, chunks=True)
     arrays = _Rows(
-        dest_rank=spread(actor, extents, chunks=False),
-        dest_chunk=dest_chunk,
+        dest_rank,
+        dest_chunk,
         value=np.arange(len(dest_chunk), dtype=np.int32),
         source_rank=spread(source_rank, extents, chunks=False),
         source_chunk=spread(source_chunk, extents, chunks=True),
         source_valid=None if valid is None else np.repeat(valid, len(dest_chunk) // rows.count, axis=0),
     )
-    source, dest = clause.source.ref.buffer.text, clause.dest.buffer.text
-    return _contract("general", binding, source, dest, clause.operation, None, clause.span, arrays)
+    operation = clause.term.operation if isinstance(clause.term, syn.Combined) else None
+    names = source.ref.buffer.text, dest.buffer.text
+    return _contract("general", binding, *names, operation, None, clause.span, arrays)
 
 
 def _sources(
@@ -134,15 +187,8 @@ def _sources(
         return rank[:, None], binding.chunk(source.ref, scope, shape)[:, None], None
     rank, chunk, valid = read_list(binding, source, scope, named.rows.count, named.actor)
     is_there = np.full(shape, chunk.shape[1] > 0) if valid is None else np.asarray(valid.any(axis=1))
-    check_sums(named, source, is_there, binding)
+    check_sums(named, source.span, is_there, binding)
     return rank, chunk, valid
-
-
-def _check_kinds(binding: Binding, source: syn.Name, dest: syn.Name) -> None:
-    # Of a scratch buffer it is said what a task wrote there.
-    if binding.buffers[source.text].kind is not BufferKind.SCRATCH or source.text not in binding.made:
-        binding.check_kind(source, GIVEN, "the source of a contract is given by the caller, or computed")
-    binding.check_kind(dest, RETURNED, "the result of a contract goes to the caller")
 
 
 # --- the collectives --------------------------------------------------------------------------------------------------
@@ -151,7 +197,10 @@ def _check_kinds(binding: Binding, source: syn.Name, dest: syn.Name) -> None:
 def _named(contract: syn.NamedContract, binding: Binding, scope: Scope) -> Contract:
     name = contract.name.text
     dest_name = contract.dest or contract.source
-    _check_kinds(binding, contract.source, dest_name)
+    for one in (contract.source, dest_name):
+        binding.check_there(one)
+    check_given(binding, contract.source)
+    binding.check_kind(dest_name, RETURNED, "the result of a contract goes to the caller")
     sides = _sides(contract, binding)
     root = None if contract.root is None else _root(contract.root, binding, scope)
     target = _targets(contract, binding, scope) if contract.mapping else None

@@ -1,6 +1,6 @@
 """Turns what stands behind a product, `with bias b[q], gelu where A == 1, residual d[q]`, into its epilogue.
 
-Assumes a product of an `each`. Does not judge what becomes of results (`checks.epilogues`).
+Of a contract, the endings of a term. Assumes names in sight. Does not judge what becomes of results.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from commdsl.ir.resolve.rows import Binding
 from commdsl.ir.schedules import Ints
 from commdsl.language import syntax as syn
 from commdsl.language.kinds import BufferKind
+from commdsl.language.source import Span
 
 BIAS, RESIDUAL = "bias", "residual"
 KNOWN = (BIAS, *ACTIVATIONS, RESIDUAL)
@@ -26,8 +27,8 @@ Chunk: TypeAlias = Callable[[syn.Ref], Ints]
 """The block that a reference means, for every row."""
 
 
-def check_epilogue(rules: ExpressionRules, epilogue: tuple[syn.Ending, ...]) -> None:
-    """What needs no numbers: C596 where there is no such ending, or it is said in another way."""
+def check_epilogue(rules: ExpressionRules, epilogue: tuple[syn.Ending, ...], *, afar: bool = False) -> None:
+    """Report C596 where there is no such ending, or it is said in another way; `afar`: of any rank, as in contracts."""
     for one in epilogue:
         if one.where is not None:
             rules.expect(one.where, Kind.CONDITION)
@@ -40,7 +41,7 @@ def check_epilogue(rules: ExpressionRules, epilogue: tuple[syn.Ending, ...]) -> 
             is_alone = name in ACTIVATIONS
             help = f"write `{name}` alone" if is_alone else f"write `{name} b`"
             _report(rules.faults, one, "it takes no buffer" if is_alone else "of which buffer?", help)
-        elif one.ref is not None and one.ref.place is not None:
+        elif one.ref is not None and one.ref.place is not None and not afar:
             _report(rules.faults, one, "another rank's", f"leave out `@`: a {name} is the acting rank's own")
 
 
@@ -48,21 +49,28 @@ def epilogue_of(move: syn.Move, binding: Binding, outer: Scope, chunk: Chunk) ->
     """What is said where its conditions hold. Raises Poisoned after C596: more than a bias, then an activation, then a
     residual; a bias of other blocks than the factor's, a residual of others than the result's.
     """
-    said = [one for one in move.epilogue if one.where is None or _holds(one.where, binding, outer)]
+    activation, refs = endings_that_hold(move.epilogue, move.span, binding, outer)
+    assert move.factor is not None or not move.epilogue
+    bias, residual = refs.get(BIAS), refs.get(RESIDUAL)
+    return Epilogue(
+        None if bias is None or move.factor is None else _given(bias, move.factor, binding, chunk, one_for_all=True),
+        activation,
+        None if residual is None else _given(residual, move.dest, binding, chunk, one_for_all=False),
+    )
+
+
+def endings_that_hold(
+    epilogue: tuple[syn.Ending, ...], span: Span, binding: Binding, outer: Scope
+) -> tuple[str | None, dict[str, syn.Ref]]:
+    """Return the activation, and the references of a bias and a residual. Raises Poisoned after C596: another order."""
+    said = [one for one in epilogue if one.where is None or _holds(one.where, binding, outer)]
     names = [one.name.text for one in said]
     activations = [name for name in names if name in ACTIVATIONS]
     if names != [BIAS] * (BIAS in names) + activations[:1] + [RESIDUAL] * (RESIDUAL in names):
         label = ", ".join(f"`{name}`" for name in names)
-        binding.faults.fail("C596", "a bias, an activation and a residual follow, in this order", move.span, label,
+        binding.faults.fail("C596", "a bias, an activation and a residual follow, in this order", span, label,
                             help="say each at most once")  # fmt: skip
-    assert move.factor is not None or not said
-    refs = {one.name.text: one.ref for one in said if one.ref is not None}
-    bias, residual = refs.get(BIAS), refs.get(RESIDUAL)
-    return Epilogue(
-        None if bias is None or move.factor is None else _given(bias, move.factor, binding, chunk, one_for_all=True),
-        activations[0] if activations else None,
-        None if residual is None else _given(residual, move.dest, binding, chunk, one_for_all=False),
-    )
+    return next(iter(activations), None), {one.name.text: one.ref for one in said if one.ref is not None}
 
 
 def _given(ref: syn.Ref, like: syn.Ref, binding: Binding, chunk: Chunk, *, one_for_all: bool) -> int:

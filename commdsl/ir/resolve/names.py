@@ -19,6 +19,7 @@ from commdsl.ir.resolve.faults import Faults, nearest
 from commdsl.ir.resolve.move_rules import check_move, check_operation
 from commdsl.ir.resolve.rotations import rotating_names
 from commdsl.ir.resolve.tasks import check_role, check_task
+from commdsl.ir.resolve.terms import check_clause
 from commdsl.ir.resolve.tuning import choices
 from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Label, Severity
@@ -242,15 +243,7 @@ class ScheduleRules(ExpressionRules):
             if contract.where is not None:
                 self.expect(contract.where, Kind.CONDITION)
             for clause in contract.clauses:
-                self.ref(clause.dest)
-                if clause.dest.place is not None:
-                    what = "an ensured chunk is the acting rank's"
-                    help = "let the first binder be the rank that holds it"
-                    self.faults.report("C112", what, clause.dest.span, "another rank's", help=help)
-                self.source(clause.source)
-                if clause.operation is None and (clause.source.binder or isinstance(clause.source.ref.place, syn.All)):
-                    self.faults.report("C115", "a copy has one source", clause.source.span, "a list",
-                                       help=f"write `== sum({clause.source.span.text})`")  # fmt: skip
+                check_clause(self, clause)
 
     def _rounding(self, rounding: syn.Rounding | None) -> None:
         if rounding is None:

@@ -12,6 +12,7 @@ from typing import TypeAlias, assert_never
 
 import numpy as np
 
+from commdsl.ir.contracts import Contract
 from commdsl.ir.functions import ROWWISE
 from commdsl.ir.lengths import Lengths
 from commdsl.ir.resolve import tasks
@@ -27,7 +28,7 @@ from commdsl.ir.resolve.rows import Binding
 from commdsl.ir.resolve.steps import StepBuilder
 from commdsl.ir.resolve.tuning import Machine, tuning
 from commdsl.ir.resolve.waves import at_once
-from commdsl.ir.schedules import AnyStep, Buffer, Called, Contract, RoleSet, Schedule, Step, Task, Tuning, Yield
+from commdsl.ir.schedules import AnyStep, Buffer, Called, RoleSet, Schedule, Step, Task, Tuning, Yield
 from commdsl.language import syntax as syn
 from commdsl.language.kinds import Axis, BufferKind
 from commdsl.language.syntax import ScheduleDecl
@@ -63,8 +64,8 @@ class Resolver:
 
     def __post_init__(self) -> None:
         self.evaluator = Evaluator(self.faults)
-        made = tasks.made_in(self.decl.body)
-        self.binding = Binding(self.evaluator, self.faults, self.buffers, self.ranks, made, self.budget)
+        made, computed = tasks.made_in(self.decl.body), tasks.computed_in(self.decl.body)
+        self.binding = Binding(self.evaluator, self.faults, self.buffers, self.ranks, made, self.budget, computed)
         if tasks.has_visits(self.decl.body):
             self.binding.budget.turn = VISITED_TURN
         self.builders: dict[int, StepBuilder] = {}
@@ -200,7 +201,6 @@ class Resolver:
         for statement in self.decl.body:
             if isinstance(statement, syn.Ensure):
                 try:
-                    self._check_there(statement)
                     self.contracts += contracts(statement, self.binding, self.scope)
                 except Poisoned:
                     continue

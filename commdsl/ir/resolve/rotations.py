@@ -11,9 +11,10 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from commdsl.ir.contracts import Contract, Rotation
 from commdsl.ir.resolve.evaluate import Cycle, Scope
 from commdsl.ir.resolve.rows import Binding
-from commdsl.ir.schedules import Buffer, Contract, Rotation
+from commdsl.ir.schedules import Buffer
 from commdsl.language import syntax as syn
 from commdsl.language.kinds import GIVEN, RETURNED, BufferKind
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,11 @@ class Rows:
         return {**outer, **self.columns}
 
     def filtered(self, keep: NDArray[np.bool_]) -> Rows:
-        if keep.all():
-            return self
-        return Rows(int(keep.sum()), {name: pick(value, keep) for name, value in self.columns.items()})
+        return self if keep.all() else self.taken(np.flatnonzero(keep))
+
+    def taken(self, rows: NDArray[np.integer]) -> Rows:
+        """The rows of these numbers, in their order."""
+        return Rows(len(rows), {name: pick(value, rows) for name, value in self.columns.items()})
 
     def value(self, name: str, row: int) -> int:
         """Of a binder in one row; of a cycle its number."""
@@ -67,8 +70,10 @@ class Binding:
         num_ranks: int,
         made: frozenset[str] = frozenset(),
         budget: Budget | None = None,
+        computed: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self.made = made  # the buffers that a task writes
+        self.made = made  # the buffers that functions of the caller write
+        self.computed = computed  # by buffer that a function of ours writes, its application
         self.evaluator = evaluator
         self.faults = faults
         self.buffers = buffers
@@ -78,19 +83,20 @@ class Binding:
     def rows(self, binders: tuple[syn.Binder, ...], where: syn.Expr | None, outer: Scope) -> Rows:
         rows = Rows(1, {})
         for binder in binders:
-            rows = self._bound(rows, binder, outer)
+            rows = self.bound(rows, binder, outer)
         return rows if where is None else rows.filtered(self.condition(where, rows, outer))
 
     def condition(self, expr: syn.Expr, rows: Rows, outer: Scope) -> NDArray[np.bool_]:
         holds = np.asarray(self.evaluator.number(expr, rows.scope(outer)), bool)
         return np.broadcast_to(holds, (rows.count,))
 
-    def check_kind(self, name: syn.Name, kinds: tuple[BufferKind, ...], headline: str) -> None:
+    def check_kind(self, name: syn.Name, kinds: tuple[BufferKind, ...], headline: str, help: str = "") -> None:
         """C105 where a contract names a buffer of another kind than it may."""
         kind = self.buffers[name.text].kind
         if kind not in kinds:
             wanted = " or ".join(f"`{wanted.value}`" for wanted in kinds)
-            self.faults.fail("C105", headline, name.span, f"`{name.text}` is `{kind.value}`, expected {wanted}")
+            label = f"`{name.text}` is `{kind.value}`, expected {wanted}"
+            self.faults.fail("C105", headline, name.span, label, help=help)
 
     def column(self, expr: syn.Expr, scope: Scope, shape: tuple[int, ...]) -> Ints:
         return self.narrow(self.evaluator.number(expr, scope), shape, expr.span)
@@ -116,7 +122,8 @@ class Binding:
                     raise Poisoned
                 return 0, len(cycles.declared.orders), cycles
 
-    def _bound(self, rows: Rows, binder: syn.Binder, outer: Scope) -> Rows:
+    def bound(self, rows: Rows, binder: syn.Binder, outer: Scope) -> Rows:
+        """Return every row once for each value of a binder, with a column for it."""
         first, last, cycles = self.domain(binder.domain, rows.scope(outer))
         if isinstance(first, np.ndarray) or isinstance(last, np.ndarray):
             counts = np.broadcast_to(np.maximum(np.asarray(last) - first, 0), (rows.count,)).astype(np.int64)
@@ -127,9 +134,8 @@ class Binding:
         parent = np.repeat(np.arange(rows.count), counts)
         begin = np.repeat(np.cumsum(counts) - counts, counts)
         values = np.arange(total) - begin + (first[parent] if isinstance(first, np.ndarray) else first)
-        columns = {name: pick(value, parent) for name, value in rows.columns.items()}
-        columns[binder.name.text] = values if cycles is None else Cycle(cycles, values)
-        return Rows(total, columns)
+        added = values if cycles is None else Cycle(cycles, values)
+        return Rows(total, {**rows.taken(parent).columns, binder.name.text: added})
 
     # --- references ---------------------------------------------------------------------------------------------------
 

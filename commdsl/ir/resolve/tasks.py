@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from commdsl.ir.functions import FUNCTIONS, ROWWISE, Rowwise
+from commdsl.ir.contracts import Contract, sources_of
+from commdsl.ir.functions import ELEMENTWISE, FUNCTIONS, MATMUL, ROWWISE, Function
 from commdsl.ir.resolve.expressions import ExpressionRules
 from commdsl.ir.resolve.faults import Faults, nearest
-from commdsl.ir.schedules import AnyStep, Applied, Buffer, Contract, Statement, Step, Task, Yield
+from commdsl.ir.schedules import AnyStep, Applied, Buffer, Statement, Step, Task, Yield
 from commdsl.language import syntax as syn
 from commdsl.language.kinds import BufferKind, MoveKind
 
@@ -46,15 +47,17 @@ def _check_function(faults: Faults, node: syn.Compute) -> None:
     if name.text in ROWWISE:
         _check_rowwise(faults, node, ROWWISE[name.text])
         return
-    function = FUNCTIONS.get(name.text)
+    function = ELEMENTWISE.get(name.text)
     if function is None:
-        known = ", ".join(f"`{one}`" for one in (*FUNCTIONS, *ROWWISE))
+        known = ", ".join(f"`{one}`" for one in FUNCTIONS)
         faults.report("C122", f"no function of the name `{name.text}` is known yet", name.span, "not built in",
                       help=f"known: {known}; what the caller computes is a `yield {name.text}(...)`")  # fmt: skip
         return
-    if (len(passing.reads), len(passing.writes)) != (function.num_reads, 1):
+    if (len(passing.reads), len(passing.writes)) != (function.num_operands, 1):
         label = f"{len(passing.reads)} read, {len(passing.writes)} written"
-        faults.report("C122", f"`{name.text}` reads {function.num_reads} buffers and writes one", passing.span, label)
+        faults.report(
+            "C122", f"`{name.text}` reads {function.num_operands} buffers and writes one", passing.span, label
+        )
     if len(node.tiles) > 1:
         faults.report("C122", f"`{name.text}` works element by element", node.tiles[1].span, "a second extent",
                       help=f"write `tiles {node.tiles[0].value}`: so many elements")  # fmt: skip
@@ -64,8 +67,8 @@ def _check_function(faults: Faults, node: syn.Compute) -> None:
                           f"this is {tile.value}")  # fmt: skip
 
 
-def _check_rowwise(faults: Faults, node: syn.Compute, function: Rowwise) -> None:
-    passing, reads = node.passing, 1 + len(function.given)
+def _check_rowwise(faults: Faults, node: syn.Compute, function: Function) -> None:
+    passing, reads = node.passing, function.num_operands
     if (len(passing.reads), len(passing.writes)) != (reads, function.num_results):
         label = f"{len(passing.reads)} read, {len(passing.writes)} written"
         what = f"`{function.name}` reads {reads} buffers and writes {function.num_results}"
@@ -153,11 +156,11 @@ def check_yields(steps: Sequence[AnyStep], buffers: Sequence[Buffer], faults: Fa
 def check_sources(
     contracts: Sequence[Contract], steps: Sequence[AnyStep], buffers: Sequence[Buffer], faults: Faults
 ) -> None:
-    """C105: what a contract says of a scratch buffer is said of what a task wrote there, so one has."""
-    made = {buffer for step in steps if not isinstance(step, Step) for buffer in step.writes}
-    for contract in contracts:
-        buffer = buffers[contract.source_buffer]
-        if buffer.kind is BufferKind.SCRATCH and contract.source_buffer not in made:
+    """Report C105 for a contract of a scratch buffer that no function of the caller wrote."""
+    made = {buffer for step in steps if isinstance(step, Yield) for buffer in step.writes}
+    for contract, number in ((one, number) for one in contracts for number in sources_of(one)):
+        buffer = buffers[number]
+        if buffer.kind is BufferKind.SCRATCH and number not in made:
             what = "the source of a contract is given by the caller, or computed"
             faults.report("C105", what, contract.span, f"nothing computes `{buffer.name}`")
 
@@ -172,7 +175,21 @@ def _shape(buffer: Buffer) -> str:
 
 
 def made_in(body: Iterable[syn.Stmt]) -> frozenset[str]:
-    """The buffers that a task or a body of a yield writes."""
-    tasks = (statement for statement in syn.walk(body) if isinstance(statement, syn.Visit | syn.Compute))
-    # Of what is made row by row an `ensure` says what it is made from, as of a move.
-    return frozenset(name.text for task in tasks if task.function.text not in ROWWISE for name in task.passing.writes)
+    """The buffers that functions of the caller write."""
+    visits = (statement for statement in syn.walk(body) if isinstance(statement, syn.Visit))
+    return frozenset(name.text for visit in visits for name in visit.passing.writes)
+
+
+def computed_in(body: Iterable[syn.Stmt]) -> dict[str, str]:
+    """By buffer that `compute` writes, the function and its operands as the text has them."""
+    found = dict[str, str]()
+    for statement in syn.walk(body):
+        match statement:
+            case syn.Compute(function, passing):
+                text = f"{function.text}({', '.join(name.text for name in passing.reads)})"
+                found |= {name.text: text for name in passing.writes}
+            case syn.Move(source=source, dest=dest, factor=syn.Ref() as factor):
+                found[dest.buffer.text] = f"{MATMUL}({source.span.text}, {factor.span.text})"
+            case _:
+                pass
+    return found

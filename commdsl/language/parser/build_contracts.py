@@ -36,13 +36,41 @@ def _rounding(span: Span, parts: Children) -> syntax.Rounding:
     return syntax.Rounding(*parts, span=span)
 
 
-def _copy_clause(span: Span, parts: Children) -> syntax.Clause:
-    return syntax.Clause(parts[0], parts[1], None, span=span)
+def _clause(span: Span, parts: Children) -> syntax.Clause:
+    dests, term, endings = parts
+    if endings is not None:
+        whole = Span(span.source, term.span.start, span.end)
+        term = syntax.Finished(term, endings, None, span=whole)
+    return syntax.Clause(dests, term, span=span)
 
 
-def _combined_clause(span: Span, parts: Children) -> syntax.Clause:
-    dest, operation, source = parts
-    return syntax.Clause(dest, source, str(operation), span=span)
+def _list(span: Span, parts: Children) -> syntax.Listed:
+    return syntax.Listed(*parts, span=span)
+
+
+def _combined(span: Span, parts: Children) -> syntax.Combined:
+    operation, *terms, place = parts
+    return syntax.Combined(str(operation), tuple(terms), place, span=span)
+
+
+def _applied(span: Span, parts: Children) -> syntax.Application:
+    function, *operands, result, place = parts
+    return syntax.Application(function, tuple(operands), result, place, span=span)
+
+
+def _finished(span: Span, parts: Children) -> syntax.Finished:
+    return syntax.Finished(*parts, span=span)
+
+
+def _ending(span: Span, parts: Children) -> syntax.Ending:
+    word, ref, where = parts
+    name = syntax.Name(str(word), span=Span(span.source, span.start, span.start + len(word)))
+    return syntax.Ending(name, ref, where, span=span)
+
+
+def _activation(span: Span, parts: Children) -> syntax.Ending:
+    name, where = parts
+    return syntax.Ending(name, None, where, span=span)
 
 
 def _rotation(span: Span, parts: Children) -> syntax.RotationContract:
@@ -72,8 +100,15 @@ RULES: Mapping[str, Callable[[Span, Children], Made]] = {
     "named_contract": _named_contract,
     "general_contract": _general_contract,
     "rounding": _rounding,
-    "copy_clause": _copy_clause,
-    "combined_clause": _combined_clause,
+    "clause": _clause,
+    "results": lambda span, parts: tuple(parts),
+    "list_of_terms": _list,
+    "applied": _applied,
+    "combined": _combined,
+    "finished": _finished,
+    "endings": lambda span, parts: tuple(parts),
+    "ending_of_term": _ending,
+    "activation": _activation,
     "rotation": _rotation,
     "pair_of_buffers": _rotating,
     "condition": _condition,

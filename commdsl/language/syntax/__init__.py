@@ -4,7 +4,9 @@ Assumes nothing beyond the grammar. Does not know what names mean; `resolve` doe
 
     expressions   the base of every node; expressions, ranges, quantities
     machines      topologies and roles
-    schedules     schedules, statements, references
+    references    chunks, lists of them, endings of products
+    contracts     contracts and their terms
+    schedules     schedules and statements
     dispatches    plans and dispatches
 """
 
@@ -15,6 +17,22 @@ from typing import TypeAlias
 
 from commdsl.language.records import dataclass
 from commdsl.language.source import Source
+from commdsl.language.syntax.contracts import (
+    AnyContract,
+    Application,
+    Clause,
+    Combined,
+    Condition,
+    Ensure,
+    Finished,
+    GeneralContract,
+    Listed,
+    NamedContract,
+    Rotating,
+    RotationContract,
+    Rounding,
+    Term,
+)
 from commdsl.language.syntax.dispatches import (
     BackDecl,
     CapacityEntry,
@@ -78,45 +96,32 @@ from commdsl.language.syntax.machines import (
     TopologyDecl,
     TopologyEntry,
 )
+from commdsl.language.syntax.references import All, Binder, Ending, Ref, Source_
 from commdsl.language.syntax.schedules import (
-    All,
-    AnyContract,
     Arm,
-    Binder,
     BufferDecl,
     Cast,
-    Clause,
     Compute,
-    Condition,
     CycleGenerator,
     CycleLiteral,
     CyclesDecl,
     Dim,
     Do,
     Each,
-    Ending,
-    Ensure,
     For,
-    GeneralContract,
     GroupDecl,
     If,
     Lengths,
     Let,
     ListedCycle,
     Move,
-    NamedContract,
     On,
     Param,
     Part,
     Passing,
     Pipeline,
-    Ref,
-    Rotating,
-    RotationContract,
-    Rounding,
     ScheduleDecl,
     Setting,
-    Source_,
     Stmt,
     Tune,
     TuneEntry,
@@ -129,6 +134,7 @@ __all__ = [
     "All",
     "Along",
     "AnyContract",
+    "Application",
     "Arm",
     "AxesEntry",
     "BackDecl",
@@ -141,6 +147,7 @@ __all__ = [
     "Choice",
     "ChosenRate",
     "Clause",
+    "Combined",
     "Comment",
     "Compute",
     "Condition",
@@ -163,6 +170,7 @@ __all__ = [
     "EqualCut",
     "Expr",
     "File",
+    "Finished",
     "FnDecl",
     "For",
     "GeneralContract",
@@ -177,6 +185,7 @@ __all__ = [
     "Lengths",
     "Let",
     "LinkDecl",
+    "Listed",
     "ListedCycle",
     "MaskEntry",
     "Method",
@@ -218,6 +227,7 @@ __all__ = [
     "Stmt",
     "Table",
     "TableRoute",
+    "Term",
     "TopologyDecl",
     "TopologyEntry",
     "Tune",

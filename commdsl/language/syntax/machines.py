@@ -10,7 +10,8 @@ from typing import TypeAlias
 from commdsl.language.kinds import LinkScope
 from commdsl.language.records import dataclass
 from commdsl.language.syntax.expressions import Expr, Int, Name, Node, Quantity, Range
-from commdsl.language.syntax.schedules import Binder, Setting
+from commdsl.language.syntax.references import Binder
+from commdsl.language.syntax.schedules import Setting
 
 
 @dataclass(frozen=True, slots=True)

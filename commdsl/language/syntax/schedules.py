@@ -10,38 +10,9 @@ from typing import TypeAlias
 
 from commdsl.language.kinds import Axis, BufferKind, MoveKind
 from commdsl.language.records import dataclass
+from commdsl.language.syntax.contracts import Ensure
 from commdsl.language.syntax.expressions import Expr, Int, Name, Node, Quantity, Range
-
-
-@dataclass(frozen=True, slots=True)
-class All(Node):
-    """The word `all`: every rank, in rank order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ref(Node):
-    """`x`, `x[i]`, `y[r, c] @ q`: chunks of a buffer on a rank; missing trailing indices mean every chunk there."""
-
-    buffer: Name
-    indices: tuple[Expr, ...]
-    place: Expr | All | None  # None: the acting rank
-
-
-@dataclass(frozen=True, slots=True)
-class Binder(Node):
-    """`r` (a rank), `i in 0 ..< n`, `c in C`."""
-
-    name: Name
-    domain: Range | Name | None
-
-
-@dataclass(frozen=True, slots=True)
-class Source_(Node):
-    """What a move reads: a reference, or a list of them, `ref for q in 0 ..< P if q != r`."""
-
-    ref: Ref
-    binder: Binder | None = None
-    condition: Expr | None = None
+from commdsl.language.syntax.references import Binder, Ending, Ref, Source_
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +23,6 @@ class Cast(Node):
 
     element: Name
     stretch: Expr | None
-
-
-@dataclass(frozen=True, slots=True)
-class Ending(Node):
-    """`bias b[q]`, `gelu where A == 1`: what a product does with its sums before they are rounded."""
-
-    name: Name
-    ref: Ref | None = None
-    where: Expr | None = None  # None: in any case
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,81 +71,6 @@ class BufferDecl(Node):
     element: Name | None = None  # an element type; None: not said
     like: Name | None = None  # the buffer whose blocks are as long
     where: Expr | None = None  # None: there in any case
-
-
-@dataclass(frozen=True, slots=True)
-class Rounding(Node):
-    """`rounded(float8, 2)`: how often the most rounded contribution is, and to what."""
-
-    element: Name
-    times: Expr
-
-
-@dataclass(frozen=True, slots=True)
-class NamedContract(Node):
-    """`ensure allgather(x -> y)`, `ensure broadcast(x, 0)`, `ensure permutation(x -> y) r -> (r + 1) % P`,
-    `ensure allreduce(x) by max`.
-    """
-
-    name: Name
-    source: Name
-    dest: Name | None  # None: in place
-    root: Expr | None
-    mapping: tuple[Name, Expr] | None
-    operation: Name | None = None
-    rounding: Rounding | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Clause(Node):
-    """`y[i] == x[r] @ i` or `y[i] == sum(x[i] @ q for q in 0 ..< P)`, or `max`, `min`, `prod` of them."""
-
-    dest: Ref
-    source: Source_
-    operation: str | None  # None: a copy
-
-
-@dataclass(frozen=True, slots=True)
-class GeneralContract(Node):
-    """`ensure each r, i in 0 ..< P where cond { clauses }`."""
-
-    binders: tuple[Binder, ...]
-    where: Expr | None
-    rounding: Rounding | None
-    clauses: tuple[Clause, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Rotating(Node):
-    """`kv`, `k -> kc`: what visits every rank, and the buffer it is handed over in beside its own."""
-
-    source: Name
-    dest: Name | None
-
-
-@dataclass(frozen=True, slots=True)
-class Condition(Node):
-    """`each r, q, h in 0 ..< 2 where h == 0 or q >= r`: a rank, whose pieces it is visited by, and which of them."""
-
-    binders: tuple[Binder, ...]
-    where: Expr | None
-
-
-@dataclass(frozen=True, slots=True)
-class RotationContract(Node):
-    """`ensure rotation(k -> kc, v -> vc) back dk, dv each r, q where q < r`."""
-
-    buffers: tuple[Rotating, ...]
-    back: tuple[Name, ...]
-    condition: Condition | None
-
-
-AnyContract: TypeAlias = NamedContract | GeneralContract | RotationContract
-
-
-@dataclass(frozen=True, slots=True)
-class Ensure(Node):
-    contract: AnyContract
 
 
 @dataclass(frozen=True, slots=True)

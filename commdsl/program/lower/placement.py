@@ -20,7 +20,7 @@ from typing import TypeAlias, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.functions import FUNCTIONS
+from commdsl.ir.functions import ELEMENTWISE
 from commdsl.ir.schedules import Ints, Schedule, Statement, Step, Task, Yield
 from commdsl.language.diagnostics import InternalError
 from commdsl.language.kinds import MoveKind
@@ -242,7 +242,7 @@ class _Placer:
         origin = self.origin(step.span, step.bindings, number)
         size_class = self.homes.size_class(buffer, rank, chunk)
         who = (rank + np.int32(ranks)).astype(np.int32)
-        kind = KIND_OF[FUNCTIONS[step.function].operation]
+        kind = KIND_OF[ELEMENTWISE[step.function].operation]
         batch = Batch(who, kind, size_class, dest, (space, place, index), None, origin)
         self.phases.append([batch])
 

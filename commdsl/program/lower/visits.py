@@ -35,7 +35,7 @@ from commdsl.program.lower.task_waits import TaskWaits
 from commdsl.program.memory import Kept, Transport
 from commdsl.program.moves import Moves
 from commdsl.program.plan import Plan, Role
-from commdsl.program.tasks import Counter, Product, Task, Tasks
+from commdsl.program.tasks import Counter, Product, Task, Tasks, joins
 from commdsl.program.touches import Touch
 
 COMBINING = Tuning(sms=16)
@@ -145,7 +145,7 @@ class _Walk:
         made = Product(reads, writes, self.turn, step, ())
         operands = (*reads[:2], *filter(None, (made.operand(step.epilogue.bias),)))
         last = self.caller[-1] if self.is_open else None
-        if isinstance(last, Task) and last.writes == writes and writes[0] in reads[step.sums]:
+        if isinstance(last, Task) and last.writes == writes and writes[0] in reads[step.sums] and joins(last, made):
             task, number = replace(last, products=(*last.products, made)), len(self.caller) - 1
             self.caller.pop()
         else:

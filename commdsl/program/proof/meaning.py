@@ -12,7 +12,7 @@ from typing import TypeAlias, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from commdsl.ir.functions import FUNCTIONS
+from commdsl.ir.functions import ELEMENTWISE
 from commdsl.ir.schedules import Schedule, Statement, Step, Task, Yield
 from commdsl.language.kinds import GIVEN, RETURNED
 from commdsl.program.memory import Rights, Tensor
@@ -87,7 +87,7 @@ def states(schedule: Schedule, held: list[Values], book: Book | None = None) -> 
                     is_cast[buffer][:] = False
             case Task():
                 columns: list[Column] = [(held[number], None) for number in step.reads]
-                operation = FUNCTIONS[step.function].operation
+                operation = ELEMENTWISE[step.function].operation
                 values = combined(columns, operation)
                 if book is not None:
                     book.note(values, tuple(columns), function=operation)
