@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from commdsl.checks import check_schedule
 from commdsl.checks.conservation import broken_contracts
 from commdsl.checks.contributions import forward, initial, promised
 from commdsl.checks.locations import Located
@@ -19,6 +20,7 @@ from commdsl.language.format import format_file
 from commdsl.language.parser import parse
 from commdsl.language.source import Source
 from commdsl.language.syntax import ScheduleDecl
+from commdsl.machine.resources import data_dir
 from commdsl.machine.topology import switch
 
 
@@ -252,3 +254,68 @@ def test_layout_keeps_terms(seed: int, turns: Callable[..., int]) -> None:
         once = format_file(parse(Source("drawn.comm", text)))
         assert format_file(parse(Source("drawn.comm", once))) == once
         assert parse(Source("drawn.comm", once)).items == parse(Source("drawn.comm", text)).items
+
+
+OPERATIONS = """schedule norm for P ranks where P >= 2 {{
+  input x
+  input t
+  input n
+  input eps float32
+  scratch s
+  output y
+  output z
+  ensure each r {{ y, z == add_rms_norm({said}(x @ all), t, n, eps) }}
+  each r {{ reduce x @ all -> s by {done} }}
+  compute add_rms_norm(s, t, n, eps -> y, z)
+}}
+"""
+
+TWO = """schedule two for P ranks where P >= 2 {{
+  input x
+  scratch u
+  scratch v
+  scratch c
+  output y
+  ensure each r {{ y == add({said}(x @ all), {said}(x @ q for q in 0 ..< P if q != r)) }}
+  each r {{ reduce x @ all -> u by max   reduce x @ q for q in 0 ..< P if q != r -> v by {done} }}
+  compute add(u, v -> c)
+  each r {{ copy c -> y }}
+}}
+"""
+
+
+@pytest.mark.parametrize("text", [OPERATIONS, TWO])
+@pytest.mark.parametrize("said", ["max", "min", "sum"])
+@pytest.mark.parametrize("done", ["max", "min"])
+def test_operations_inside_functions(text: str, said: str, done: str) -> None:
+    """An operation that combined what a function reads is the one that the contract names inside it."""
+    found = [one.code for one in check_schedule(meant(text.format(said=said, done=done), 3))]
+    is_right = said == done and (text == OPERATIONS or done == "max")
+    assert ("C327" in found) == (not is_right)
+    assert "C330" not in found
+
+
+VAGUE = [
+    ("allgather_matmul", "each r, q, i in 0 ..< C {{ {} }}", "c[q, i] == x[i] @ q", "matmul(x[i] @ q, w)"),
+    (
+        "matmul_allreduce",
+        "each r, q, i in 0 ..< C {{ {} }}",
+        "y[q, i] == sum(x[q, i] @ all)",
+        "matmul(x[q, i], w) @ all",
+    ),
+    ("matmul_reducescatter", "each r, i in 0 ..< C {{ {} }}", "y[i] == sum(x[r, i] @ all)", "matmul(x[r, i], w) @ all"),
+    ("allreduce_rms_norm", "allreduce(x -> y)", "", "add_rms_norm(sum(x @ all), residual, w, eps)[0]"),
+]
+
+
+@pytest.mark.parametrize(("name", "form", "clause", "named"), VAGUE)
+def test_a_contract_without_functions_is_told_what_to_say(name: str, form: str, clause: str, named: str) -> None:
+    """The help has the contract that names the functions, in the words of the vague one; with it all is well."""
+    text = (data_dir("schedules") / "overlap" / f"{name}.comm").read_text(encoding="utf-8")
+    start, end = text.index("  ensure "), text.index("\n\n", text.index("  ensure "))
+    vague = f"{text[:start]}  ensure {form.format(clause)}{text[end:]}"
+    (found,) = broken(vague, 3)
+    assert (found.code, named in found.help) == ("C330", True)
+    said = found.help.partition("as in `")[2].removesuffix("`")
+    form = form if clause else "each r {{ {} }}"
+    assert broken(f"{text[:start]}  ensure {form.format(said)}{text[end:]}", 3) == []
