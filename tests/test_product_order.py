@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,21 +127,25 @@ def test_the_kernel_keeps_the_order(hopper: FakeHopper, seed: int, tmp_path: Pat
     hopper.stores_again = True
     for number in range(2):
         hopper.seed = 100 * seed + number
-        made, due = in_both_ways(hopper, plan, number)
+        made, due = in_both_ways(hopper, plan, number, squares(plan))
         assert all(map(torch.equal, made, due)), seed
 
 
-def in_both_ways(hopper: FakeHopper, plan: Plan, seed: int) -> tuple[list[Any], list[Any]]:
+def squares(plan: Plan) -> Callable[[Kept], tuple[int, ...]]:
+    """Factors of 64 by 64, and 96 rows of everything else."""
+    factors = {product.factor for task in tasks(plan) for product in task.products}
+    return lambda kept: (64 if kept in factors else 96, 64)
+
+
+def in_both_ways(
+    hopper: FakeHopper, plan: Plan, seed: int, shape: Callable[[Kept], tuple[int, ...]]
+) -> tuple[list[Any], list[Any]]:
     """What a call makes by the kernel, with launches beside it, and phase by phase by torch. All ranks have the same
     numbers, so what peers bring is what this rank has.
     """
-    draw, side = torch.Generator().manual_seed(seed), 64
-    factors = {product.factor for task in tasks(plan) for product in task.products}
+    draw = torch.Generator().manual_seed(seed)
     every = dict.fromkeys(kept_by(plan))
-    held = {
-        kept: torch.randint(-1, 2, (side if kept in factors else 96, side), generator=draw).to(torch.bfloat16)
-        for kept in every
-    }
+    held = {kept: torch.randint(-1, 2, shape(kept), generator=draw).to(torch.bfloat16) for kept in every}
     before = {kept: one.clone() for kept, one in held.items()}
     places = {kept.name: (kept.name, 0) for kept in every}
     made = fused.Fused(plan, (), places, 0, held.__getitem__, torch.device("cpu"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
+from commdsl.ir.classes import Dim
 from commdsl.program.actors import actors, name_of, num_ranks_of
 from commdsl.program.launches import described as between
 from commdsl.program.memory import words_for
@@ -54,9 +55,15 @@ def unit_lines(plan: Plan) -> Iterator[str]:
     """What buffers are made of, where that is not the same for all."""
     units = {kept.name: kept.unit for kept in kept_by(plan)}
     for name, unit in units.items() if len({*units.values()}) > 1 else ():
-        long = f"as long as those of {unit.size}" if unit.factor is None else f"of {unit.size} times {unit.factor}"
-        long += ", half as wide" if unit.is_gated else ""
+        sides = " by ".join(map(side_text, unit.dims))
+        long = f"of {sides}" if sides else f"as long as those of {unit.size}"
         yield f"{name}: blocks {long}, {unit.element or f'of the type of {unit.typed}'}"
+
+
+def side_text(dim: Dim) -> str:
+    """`half of the rows of w`."""
+    scale = {-1: "half of the ", 0: "the ", 1: "twice the "}.get(dim.scale, f"2^{dim.scale} times the ")
+    return f"{scale}{('rows', 'columns')[dim.side]} of {dim.size}"
 
 
 def static_lines(plan: Plan) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import gcd, isqrt
+from math import gcd, isqrt, prod
 from typing import TypeAlias
 
 import numpy as np
@@ -27,9 +27,10 @@ from commdsl.commands.visited import Visited
 from commdsl.compiler import CompiledSchedule
 from commdsl.cost.profile import Profile
 from commdsl.ir import interpret
-from commdsl.ir.classes import joining, types
+from commdsl.ir.classes import Unit, joining, types, units
 from commdsl.ir.contracts import Contract, is_exact
-from commdsl.ir.functions import GATED, ROWWISE, Epilogue, Extent
+from commdsl.ir.extents import depths
+from commdsl.ir.functions import ROWWISE, Extent
 from commdsl.ir.lengths import block_lengths, num_entries
 from commdsl.ir.products import stopping
 from commdsl.ir.schedules import Schedule, Yield
@@ -153,7 +154,7 @@ def trial(compiled: CompiledSchedule, settings: Settings) -> Trial:
     blocks = tuple(length * dtype.size for length in lengths) or block_bytes
     plan, emitted = stamped_of(compiled) if settings.profile else (compiled.plan, compiled.emitted)
 
-    visited, operation = Visited(schedule, elements, dtype), settings.operation
+    visited, operation = Visited(schedule, elements, dtype, depths(schedule, inputs)), settings.operation
     expected = interpret.run(schedule, inputs, dtype, operation, visited.bodies)
     given, left = (in_one(compiled.schedule, stopped.parts, tensors) for tensors in (inputs, expected.outputs))
     declared, handings = types(compiled.schedule, dtype), visited.handings(expected)
@@ -251,27 +252,19 @@ def make_inputs(schedule: Schedule, of: Mapping[str, DType], elements: int) -> d
         for number, extent in zip(applied.given, ROWWISE[applied.function].given, strict=True):
             name = schedule.buffers[number].name
             inputs[name] = [_of_rows(values, extent) for values in inputs[name]]
-    halves = 2 if any(one.activation == GATED for one in schedule.epilogues) else 1
-    for factor in {schedule.buffers[factor].name for _, factor, _ in schedule.products}:
-        matrices = [values.reshape(-1, elements // isqrt(elements)) for values in inputs[factor]]
-        inputs[factor] = [one[: len(one) // halves * halves] for one in matrices]
-    for ends in schedule.epilogues:
-        _beside_product(schedule, ends, inputs, elements)
+    for name, unit in units(schedule).items():
+        if name in inputs and unit is not None and unit.dims:
+            blocks_of = next(one.blocks for one in schedule.buffers if one.name == name)
+            inputs[name] = [_matrices(random, of[name], unit, elements, blocks_of) for _ in inputs[name]]
     return inputs
 
 
-def _beside_product(schedule: Schedule, ends: Epilogue, inputs: dict[str, list[Array]], elements: int) -> None:
-    """As many numbers of a bias as blocks of the factor have rows, and of a residual as results have."""
-    factored = schedule.buffers[schedule.products[0][1]]
-    rows, depth = inputs[factored.name][0].shape
-    wide = rows // factored.blocks
-    if ends.bias is not None:
-        bias = schedule.buffers[ends.bias]
-        inputs[bias.name] = [values[: bias.blocks * wide] for values in inputs[bias.name]]
-    if ends.residual is not None:
-        residual, columns = schedule.buffers[ends.residual], wide // (2 if ends.activation == GATED else 1)
-        size = residual.blocks * (elements // depth) * columns
-        inputs[residual.name] = [values[:size] for values in inputs[residual.name]]
+def _matrices(random: np.random.Generator, dtype: DType, unit: Unit, elements: int, blocks: int) -> Array:
+    """Blocks of the sides that a schedule says, of about so many elements each; a bias is flat."""
+    even = max(isqrt(elements) // 2 * 2, 2) if elements > 1 else 2
+    first, *rest = (even << dim.scale if dim.scale >= 0 else even >> -dim.scale for dim in unit.dims)
+    values = make_array(random, dtype, blocks * first * prod(rest))
+    return values.reshape(blocks * first, *rest) if rest else values
 
 
 def _of_rows(values: Array, extent: Extent) -> Array:

@@ -8,7 +8,6 @@ show that launches overlap: each is over before what comes after it is started, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +32,9 @@ from commdsl.program.visited import kept_by, plan_of, segments, started
 class Visited:
     """What the oracle handed over at yields with a body, as it ran them."""
 
-    def __init__(self, schedule: Schedule, elements: int, dtype: DType) -> None:
+    def __init__(self, schedule: Schedule, elements: int, dtype: DType, depths: Mapping[int, int]) -> None:
+        """`depths`: by factor of a product, the columns of its rows."""
+        self._depths = depths
         self._schedule = schedule
         self._located = Located(schedule)
         self._written = self._located.left()
@@ -68,7 +69,7 @@ class Visited:
             rows, factor = (self._as(dtype, *pair) for pair in zip(step.reads[:2], given[:2], strict=True))
             ends, read = step.epilogue, dict(zip(step.reads, given, strict=True))
             beside = [None if one is None else read[one] for one in (ends.bias, ends.residual)]
-            operands, depth = [*given[step.sums], rows], isqrt(self._elements)
+            operands, depth = [*given[step.sums], rows], self._depths[step.reads[1]]
             made_of = interpret.product(ends.activation, operands, factor, (beside[0], beside[1]), depth, dtype)
             return [made_of, *given[: len(step.writes) - 1]]
         made: list[Array] = []
@@ -111,7 +112,7 @@ class Visited:
         held: dict[Kept, list[Array]] = {}
         for kept in kept_by(plan):
             if kept.copy == 0:
-                held[kept] = list(inputs[kept.name])
+                held[kept] = [one.ravel() for one in inputs[kept.name]]
         yielded, seen, compared = iter(expected.yields), iter(self._seen), 0
         everything = handed(self._schedule)
         for number, phase in started(plan):

@@ -31,24 +31,26 @@ MADE = MappingProxyType({"float8_e4m3fn": "bfloat16"})
 
 
 @dataclass(frozen=True, slots=True)
+class Dim:
+    """A side of a block: 2 ** `scale` times that side of a block of `size`, a tensor that the caller gives."""
+
+    size: str
+    side: int  # 0: its first dimension, 1: its last
+    scale: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Unit:
     """What blocks are: as long as those of `size`, a tensor that the caller gives, and of the type `element`; where
-    that is None of the type of `typed`, another. With `factor` it is not as long, but has as many rows, each as wide
-    as that tensor has rows; or half as wide, if it `is_gated`. What an `ending` names, a bias or a
-    residual, is of the type of what products make.
+    that is None of the type of `typed`, another. With `dims` they are matrices, or rows, of these sides. What `is_made`
+    by products, or added to them, has the type of what products make where none is declared.
     """
 
     size: str
     element: str | None
     typed: str
-    factor: str | None = None
-    is_gated: bool = False
-    ending: str = ""
-
-    @property
-    def is_made(self) -> bool:
-        """Whether it has the type of what products make, where none is declared."""
-        return self.factor is not None or bool(self.ending)
+    dims: tuple[Dim, ...] = ()
+    is_made: bool = False
 
 
 class Joined:
@@ -164,23 +166,79 @@ def units(schedule: Schedule) -> dict[str, Unit | None]:
     lengths = long.groups()
     given = {lengths[number]: buffer.name for number, buffer in reversed([*enumerate(buffers)]) if buffer.kind in GIVEN}
     only = next(iter(given.values())) if len(given) == 1 else None
-    made = {lengths[to]: (lengths[of], buffers[factor].name) for of, factor, to in schedule.products}
-    is_gated = any(one.activation == GATED for one in schedule.epilogues)
-    endings: dict[int | None, str] = {}
-    for one in schedule.epilogues:
-        endings |= {one.bias: "bias", one.residual: "residual"}
+    sides, result = _sides(schedule, lengths), {lengths[to] for _, _, to in schedule.products}
+    added = {one: True for ends in schedule.epilogues for one in ends.buffers}
+    factor = schedule.products[0][1] if schedule.products else 0
     found: dict[str, Unit | None] = {}
     for number, buffer in enumerate(buffers):
-        size, factor = given.get(lengths[number], only), None
-        if size is None and lengths[number] in made:
-            of, factor = made[lengths[number]]
-            size = given.get(of)
+        dims = sides.get(lengths[number], ())
+        size = given.get(lengths[number]) or (dims[0].size if dims else only)
+        is_result = lengths[number] in result and lengths[number] not in given
         element, typed = _typed(buffers, moved, moved[number], frozenset()) or (None, size or "")
-        if number in endings:
-            typed = buffers[schedule.products[0][1]].name
-        ends = is_gated and factor is not None, endings.get(number, "")
-        found[buffer.name] = None if size is None else Unit(size, element, typed, factor, *ends)
+        if number in added:
+            typed = sides[lengths[factor]][0].size if lengths[factor] not in given else given[lengths[factor]]
+        found[buffer.name] = None if size is None else Unit(size, element, typed, dims, is_result or number in added)
     return found
+
+
+def _sides(schedule: Schedule, lengths: tuple[int, ...]) -> dict[int, tuple[Dim, ...]]:
+    """By class of length the sides of a block, of all that is multiplied, made or added; none where a side has no name:
+    no tensor that the caller gives has it.
+    """
+    sizes = _Sizes()
+    kinds: dict[int, int] = {}  # how many sides a block has
+    for of, factor, to, ends in schedule.multiplied:
+        rows, by, made = lengths[of], lengths[factor], lengths[to]
+        kinds |= dict.fromkeys((rows, by, made), 2)
+        sizes.join((rows, 1), (by, 1))
+        sizes.join((made, 0), (rows, 0))
+        sizes.join((by, 0), (made, 1), 1 if ends.activation == GATED else 0)
+        if ends.bias is not None:
+            kinds.setdefault(lengths[ends.bias], 1)
+            sizes.join((lengths[ends.bias], 0), (by, 0))
+        if ends.residual is not None:
+            kinds[lengths[ends.residual]] = 2
+            for side in range(2):
+                sizes.join((lengths[ends.residual], side), (made, side))
+    named: dict[Side, tuple[str, int, int]] = {}  # of each size a given buffer's side, and how it scales
+    for number, buffer in enumerate(schedule.buffers):
+        for side in range(kinds.get(lengths[number], 0) if buffer.kind in GIVEN else 0):
+            root, scale = sizes.find((lengths[number], side))
+            named.setdefault(root, (buffer.name, side, scale))
+    found: dict[int, tuple[Dim, ...]] = {}
+    for of, count in kinds.items() if not sizes.is_wrong else ():
+        roots = [sizes.find((of, side)) for side in range(count)]
+        if all(root in named for root, _ in roots):
+            found[of] = tuple(Dim(*named[root][:2], scale - named[root][2]) for root, scale in roots)
+    return found
+
+
+Side: TypeAlias = tuple[int, int]
+"""A class of length, and which side of a block."""
+
+
+class _Sizes:
+    """Sides of blocks, each of a size; those of one size differ by a power of two (private to this pass)."""
+
+    def __init__(self) -> None:
+        self._above: dict[Side, tuple[Side, int]] = {}
+        self.is_wrong = False  # whether a side would be twice as long as itself
+
+    def find(self, side: Side) -> tuple[Side, int]:
+        """The side that stands for its size, and the power of two between them."""
+        scale = 0
+        while side in self._above:
+            side, more = self._above[side]
+            scale += more
+        return side, scale
+
+    def join(self, one: Side, other: Side, scale: int = 0) -> None:
+        """One is 2 ** `scale` times the other."""
+        (root, own), (target, others) = self.find(one), self.find(other)
+        if root != target:
+            self._above[root] = target, scale + others - own
+        elif own != scale + others:
+            self.is_wrong = True
 
 
 def types(schedule: Schedule, otherwise: DType) -> dict[str, DType]:

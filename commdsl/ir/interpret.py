@@ -26,7 +26,8 @@ from typing import TypeAlias, assert_never
 
 import numpy as np
 
-from commdsl.ir.classes import Unit, types, units
+from commdsl.ir.classes import types
+from commdsl.ir.extents import block_elements, depths
 from commdsl.ir.functions import ELEMENTWISE
 from commdsl.ir.lengths import block_lengths
 from commdsl.ir.rounding import rounded
@@ -60,8 +61,8 @@ class _Memory:
 
     def __init__(self, schedule: Schedule, inputs: Mapping[str, Sequence[Array]], dtype: DType) -> None:
         self.buffers = schedule.buffers
-        self.depths = _depths(schedule, inputs)
-        self.elements = _block_elements(schedule, inputs)
+        self.depths = depths(schedule, inputs)
+        self.elements = block_elements(schedule, inputs)
         self.dtypes = tuple(types(schedule, dtype).values())
         self.blocks = [_blocks(schedule, at, self.elements[at], inputs) for at in range(len(self.buffers))]
         self.spans = [
@@ -160,44 +161,6 @@ def _blocks(schedule: Schedule, buffer: int, elements: int, inputs: Mapping[str,
     if of.lengths is None:
         return [[elements] * of.blocks]
     return block_lengths(of.lengths, schedule.num_ranks, of.blocks, inputs[of.lengths.table][0].tolist())
-
-
-def _block_elements(schedule: Schedule, inputs: Mapping[str, Sequence[Array]]) -> tuple[int, ...]:
-    """The number of elements of a block of each buffer, the same on every rank; 0 where nothing says it."""
-    if schedule.lengths is not None:
-        return (0,) * len(schedule.buffers)  # each block has its own
-    known = units(schedule)
-    sizes: dict[str, set[float]] = {}
-    for buffer in schedule.buffers:
-        unit = known[buffer.name]
-        if buffer.kind in GIVEN and unit is not None:
-            sizes.setdefault(unit.size, set()).update(array.size / buffer.blocks for array in inputs[buffer.name])
-    if not all(len(found) == 1 and min(found).is_integer() for found in sizes.values()):
-        raise ValueError("inputs must be whole blocks of one size on every rank")
-    blocks = {buffer.name: buffer.blocks for buffer in schedule.buffers}
-    return tuple(
-        0 if unit is None else _elements(unit, int(min(sizes[unit.size])), inputs, blocks) for unit in known.values()
-    )
-
-
-def _elements(unit: Unit, elements: int, inputs: Mapping[str, Sequence[Array]], blocks: Mapping[str, int]) -> int:
-    """Of a block, where a block of what is as long, or is multiplied to it, has so many."""
-    if unit.factor is None:
-        return elements
-    rows, depth = map(int, inputs[unit.factor][0].shape)
-    return elements // depth * (rows // blocks[unit.factor] // (2 if unit.is_gated else 1))
-
-
-def _depths(schedule: Schedule, inputs: Mapping[str, Sequence[Array]]) -> dict[int, int]:
-    """By factor, the columns that its rows have, and those of what it multiplies."""
-    found = {}
-    for _, factor, _ in schedule.products:
-        name = schedule.buffers[factor].name
-        shapes = {array.shape for array in inputs[name]}
-        if len(shapes) != 1 or len(min(shapes)) != 2:
-            raise ValueError(f"`{name}` is a matrix, of one shape on every rank")
-        found[factor] = min(shapes)[1]
-    return found
 
 
 def run(

@@ -123,6 +123,7 @@ def _adds(product: Statement, one: Statement) -> bool:
     """Whether a statement adds what lies on a rank to what the product made there, on every rank."""
     return (
         one.kind is MoveKind.REDUCE
+        and product.epilogue.activation is None
         and one.operation in (None, "sum")
         and one.accumulate
         and one.dest_buffer == product.dest_buffer
@@ -172,10 +173,9 @@ class _Parts:
         shape = [(schedule.num_ranks, buffer.num_chunks) for buffer in schedule.buffers]
         self._part_of: list[NDArray[np.int64]] = [np.full(one, -1) for one in shape]  # by rank and chunk
         self._chunks: list[list[tuple[int, ...]]] = [[] for _ in shape]
-        factor: int | None = None
         for step in steps:
             if isinstance(step, _Product):
-                factor = self._one_factor(step.statement, factor)
+                factor = step.statement.factor
                 bias, residual = step.statement.epilogue.bias, step.statement.epilogue.residual
                 beside = [(one, _factor_chunk(step.statement)) for one in (factor, bias) if one is not None]
                 beside += [] if residual is None else [(residual, step.statement.dest_chunk)]
@@ -298,15 +298,6 @@ class _Parts:
         if (self._part_of[buffer][self._ranks, chunk] < 0).all():
             self._part_of[buffer][self._ranks, chunk] = len(self._chunks[buffer])
             self._chunks[buffer].append(tuple(chunk.tolist()))
-
-    def _one_factor(self, one: Statement, before: int | None) -> int:
-        assert one.factor is not None
-        buffer = self._schedule.buffers[one.factor]
-        if before not in (None, one.factor):
-            raise _fault(one.span, "another product here has another factor", "write a schedule for each of them")
-        if buffer.kind is not BufferKind.INPUT:
-            raise _fault(one.span, f"`{buffer.name}` is not an input", f"declare `input {buffer.name}`")
-        return one.factor
 
     def _all(self) -> Iterator[Buffer]:
         for buffer, parts in zip(self._schedule.buffers, self._chunks, strict=True):

@@ -300,11 +300,19 @@ class Schedule:
         return Task not in kinds and (self.has_products or Yield in kinds)
 
     @property
+    def multiplied(self) -> tuple[tuple[int, int, int, Epilogue], ...]:
+        """What is multiplied by what to what, buffers, and what it ends with; all alike once."""
+        moves = (
+            (m.source_buffer, m.factor, m.dest_buffer, m.epilogue) for m in self.statements if m.factor is not None
+        )
+        stops = (step for step in self.steps if isinstance(step, Yield) and step.is_product)
+        made = ((step.reads[0], step.reads[1], step.writes[0], step.epilogue) for step in stops)
+        return tuple(dict.fromkeys((*moves, *made)))
+
+    @property
     def products(self) -> tuple[tuple[int, int, int], ...]:
         """What is multiplied by what to what: buffers, each three once."""
-        moves = ((m.source_buffer, m.factor, m.dest_buffer) for m in self.statements if m.factor is not None)
-        stops = (step for step in self.steps if isinstance(step, Yield) and step.is_product)
-        return tuple(dict.fromkeys((*moves, *((step.reads[0], step.reads[1], step.writes[0]) for step in stops))))
+        return tuple(dict.fromkeys((of, factor, to) for of, factor, to, _ in self.multiplied))
 
     @property
     def has_products(self) -> bool:

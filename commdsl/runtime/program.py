@@ -75,6 +75,7 @@ class Signature:
     cast: str | None = None  # what values are rounded to on their way
     combines: bool = False  # whether there is a reduction, of calls or of the text
     scales: tuple[str, ...] = ()  # what follows the inputs where float8 is multiplied: a number of each factor
+    products: tuple[tuple[Unit, Unit, Unit], ...] = ()  # what is multiplied: rows, the factor, and what is made
 
     @property
     def lengths(self) -> Lengths | None:
@@ -245,8 +246,13 @@ def _whole(schedule: Schedule, visits: Visits) -> Signature:
     known, free = units(schedule), only_multiplied(visits.plan, visits.parts)
     ports = [(one.kind, Port(one.name, one.blocks, 0, known[one.name], one.name in free)) for one in schedule.buffers]
     given, returned = (tuple(port for kind, port in ports if kind in kinds) for kinds in (GIVEN, RETURNED))
-    made = next(port.unit for kind, port in ports if port.unit is not None and port.unit.factor is not None)
-    return Signature(given, returned, (), (), False, None, scales=(f"scale_{made.size}", f"scale_{made.factor}"))
+    names = [buffer.name for buffer in schedule.buffers]
+    every = [tuple(known[names[one]] for one in product) for product in schedule.products]
+    products = tuple((rows, by, made) for rows, by, made in every if rows and by and made)
+    given_to = {(rows.size, by.size) for rows, by, _ in products}
+    is_one = len(given_to) == 1 and not any(rows.is_made or by.is_made for rows, by, _ in products)
+    scales = tuple(f"scale_{name}" for name in given_to.pop()) if is_one else ()
+    return Signature(given, returned, (), (), False, None, scales=scales, products=products)
 
 
 def _parts(definition: Definition, ranks: int, transport: Transport) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from commdsl.ir.classes import MADE
+from commdsl.ir.classes import MADE, Dim
 from commdsl.machine import dtypes
 from commdsl.runtime.errors import ReductionError, TensorError
 from commdsl.runtime.program import Port, Signature
@@ -51,8 +51,8 @@ def check(name: str, signature: Signature, tensors: Sequence[torch.Tensor]) -> N
         raise TensorError(f"`{name}` runs on cpu and cuda tensors, not on {first.device.type}")
     if signature.lengths is None:
         _check_blocks(name, signature, tensors)
-    for port in filter(_is_made, signature.outputs):
-        _check_product(name, signature, port, tensors, scales)
+    if signature.products:
+        _check_products(name, signature, tensors, scales)
     if signature.row is not None:
         _check_row(name, signature, signature.row, tensors)
 
@@ -90,39 +90,57 @@ def _check_row(name: str, signature: Signature, row: int, tensors: Sequence[torc
             raise TensorError(f"`{name}`: `{port}` is one number, not {shape}")
 
 
-def _check_product(
-    name: str, signature: Signature, made: Port, tensors: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]
+def _check_products(
+    name: str, signature: Signature, tensors: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]
 ) -> None:
-    """What is multiplied are matrices of floats whose rows are as long; of float8 each has a scale."""
-    assert made.unit is not None
-    assert made.unit.factor is not None
-    rows, factor = _sized(signature, made), _input(signature, made.unit.factor)
-    for number in (rows, factor):
-        tensor, port = tensors[number], signature.inputs[number]
-        are_blocks = number == factor and port.blocks > 1 and tensor.dim() == 3 and len(tensor) == port.blocks
-        if (tensor.dim() != 2 and not are_blocks) or not tensor.dtype.is_floating_point:
-            what = f"a matrix of floats, not {tuple(tensor.shape)} of {tensor.dtype}"
-            raise TensorError(f"`{name}`: `{port.name}` is {what}")
-        if (tensor.shape[-1], tensor.dtype) != (tensors[rows].shape[1], tensors[rows].dtype):
-            first = f"`{signature.inputs[rows].name}` {tensors[rows].shape[1]} of {tensors[rows].dtype}"
-            raise TensorError(f"`{name}`: a row of `{port.name}` has {tensor.shape[-1]} of {tensor.dtype}, of {first}")
-    rows_of_block = _block(signature, factor, tensors)[-2]
-    if made.unit.is_gated and rows_of_block % 2:
-        what = f"a gate and as many columns that it is multiplied with, not {rows_of_block} in all"
-        raise TensorError(f"`{name}`: a block of `{made.unit.factor}` makes {what}")
-    block = _made_block(signature, made, tensors)
-    for number, port in enumerate(signature.inputs):
-        match "" if port.unit is None else port.unit.ending:
-            case "bias":
-                wanted, what = [port.blocks * rows_of_block], "a number for each row of a factor"
-            case "residual":
-                wanted, what = [port.blocks * block[0], block[1]], "as what is made"
-            case _:
-                continue
-        if list(tensors[number].shape) != wanted:
-            shape = tuple(tensors[number].shape)
-            raise TensorError(f"`{name}`: `{port.name}` is {shape}, {what} {tuple(wanted)}")
-    check_scales(name, tensors[rows], tensors[factor], scales)
+    """What is multiplied are matrices of floats; what is of one size in the schedule is so in tensors. Of float8 each
+    has a scale.
+    """
+    sided = [one for one in zip(signature.inputs, tensors, strict=True) if one[0].unit is not None and one[0].unit.dims]
+    for port, tensor in sided:
+        _check_matrix(name, port, tensor)
+    for port, tensor in sided:
+        _check_sides(name, signature, port, tensor, tensors)
+    for rows, factor, made in signature.products:
+        one, other = (dtype_of(signature, Port(unit.size, 1, 0, unit), tensors) for unit in (rows, factor))
+        if one != other:
+            raise TensorError(f"`{name}`: `{factor.size}` is {other}, `{rows.size}` {one}, and they are multiplied")
+        for dim in made.dims:
+            value = _side(signature, dim, tensors)
+            if dim.scale < 0 and value % 2:
+                what = f"a gate and as many columns that it is multiplied with, not {value} in all"
+                raise TensorError(f"`{name}`: a block of `{dim.size}` makes {what}")
+    first = tensors[_input(signature, signature.products[0][0].size)]
+    check_scales(name, first, tensors[_input(signature, signature.products[0][1].size)], scales)
+
+
+def _check_matrix(name: str, port: Port, tensor: torch.Tensor) -> None:
+    """What is multiplied is a matrix of floats, or as many as there are blocks."""
+    are_blocks = port.blocks > 1 and tensor.dim() == 3 and len(tensor) == port.blocks
+    is_given = port.unit is not None and port.unit.is_made  # beside a product: its shape is compared as a whole
+    if not is_given and ((tensor.dim() != 2 and not are_blocks) or not tensor.dtype.is_floating_point):
+        what = f"a matrix of floats, not {tuple(tensor.shape)} of {tensor.dtype}"
+        raise TensorError(f"`{name}`: `{port.name}` is {what}")
+
+
+def _check_sides(
+    name: str, signature: Signature, port: Port, tensor: torch.Tensor, tensors: Sequence[torch.Tensor]
+) -> None:
+    """A tensor that is multiplied or added has the sides that the schedule says."""
+    assert port.unit is not None
+    wanted = [_extent(signature, dim, tensors) for dim in port.unit.dims]
+    if port.unit.is_made:  # a bias, or a residual
+        whole = [port.blocks * wanted[0], *wanted[1:]]
+        if list(tensor.shape) != whole:
+            what = "a number for each row of a factor" if len(wanted) == 1 else "as what is made"
+            raise TensorError(f"`{name}`: `{port.name}` is {tuple(tensor.shape)}, {what} {tuple(whole)}")
+        return
+    block = _block(signature, _input(signature, port.name), tensors)[-2:]
+    for side, (found, due, dim) in enumerate(zip(block, wanted, port.unit.dims, strict=True)):
+        if found != due:
+            words = "a column", "a row"
+            what = f"{words[side]} of `{port.name}` has {found}"
+            raise TensorError(f"`{name}`: {what}, {words[dim.side]} of `{dim.size}` {due}: they are of one size")
 
 
 def check_scales(name: str, rows: torch.Tensor, factor: torch.Tensor, scales: Sequence[torch.Tensor]) -> None:
@@ -277,18 +295,25 @@ def _shape(signature: Signature, port: Port, tensors: Sequence[torch.Tensor]) ->
 
 def _is_made(port: Port) -> bool:
     """Whether a product makes it."""
-    return port.unit is not None and port.unit.factor is not None
+    return port.unit is not None and port.unit.is_made and len(port.unit.dims) > 1
 
 
 def _made_block(signature: Signature, port: Port, tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Rows of a block of what is multiplied, each as wide as a block of the factor has rows. That has three dimensions
-    where its blocks lie side by side. Gated, half of the columns are left.
-    """
+    """The sides of a block that a product makes."""
     assert port.unit is not None
-    assert port.unit.factor is not None
-    blocks = (_block(signature, of, tensors) for of in (_sized(signature, port), _input(signature, port.unit.factor)))
-    rows, columns = (block[-2] for block in blocks)
-    return [rows, columns // 2 if port.unit.is_gated else columns]
+    return [_extent(signature, dim, tensors) for dim in port.unit.dims]
+
+
+def _extent(signature: Signature, dim: Dim, tensors: Sequence[torch.Tensor]) -> Any:
+    value = _side(signature, dim, tensors)
+    return value * 2**dim.scale if dim.scale >= 0 else value // 2**-dim.scale
+
+
+def _side(signature: Signature, dim: Dim, tensors: Sequence[torch.Tensor]) -> Any:
+    """The side of the tensor that gives a size: its name says where to look."""
+    number = _input(signature, dim.size)
+    unit, block = signature.inputs[number].unit, _block(signature, number, tensors)
+    return block[-1] if unit is not None and len(unit.dims) == 1 else block[-2:][dim.side]
 
 
 def _block(signature: Signature, number: int, tensors: Sequence[torch.Tensor]) -> list[Any]:

@@ -51,6 +51,7 @@ class Edge:
 
     before: int
     wait: int | None = None
+    is_late: bool = False  # from a launch that begins while an earlier one has not ended, to that end
 
 
 @dataclass
@@ -113,11 +114,12 @@ def graph_of(plan: Plan) -> Graph:
     opened = [graph.node(f"opening {number}") for number in range(len(ahead))]
     begun = [graph.node(f"launch {number}", opened[number]) for number in range(len(ahead))]
     ended = [graph.node(f"end of launch {number}", begun[number]) for number in range(len(ahead))]
-    last = start
+    last, latest = start, -1
     for number, is_end in host_order(plan):
         first = ended[number] if is_end else opened[number]
-        graph.before[first].append(Edge(last))
-        last = first if is_end else begun[number]
+        graph.before[first].append(Edge(last, is_late=is_end and last in begun and latest > number))
+        graph.before[first] += [Edge(ended[number - 1])] if is_end and number else []
+        last, latest = (first, latest) if is_end else (begun[number], number)
     over = _caller(graph, plan, start, opened, ended)
     for number, launch in enumerate(ahead):
         _launch(graph, number, launch, (opened[number], begun[number], ended[number]), over)
@@ -247,11 +249,13 @@ def _circle(graph: Graph) -> list[int]:
 
 
 def _before(graph: Graph, order: Sequence[int], without: int | None = None) -> list[int]:
-    """By node, the set of nodes that precede it, as bits. `without`: a wait that is left out."""
+    """By node, the set of nodes that precede it, as bits. `without`: a wait that is left out, and with it the order that
+    is there only because a launch ends later than it could.
+    """
     found = [0] * len(order)
     for node in order:
         for edge in graph.before[node]:
-            if edge.wait is None or edge.wait != without:
+            if without is None or not (edge.wait == without or edge.is_late):
                 found[node] |= found[edge.before] | 1 << edge.before
     return found
 
