@@ -17,6 +17,7 @@ import torch
 from commdsl.runtime import groups, menu
 from commdsl.runtime.operators import define
 from commdsl.runtime.registry import registry
+from commdsl.runtime.reporting import reported
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -93,6 +94,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(name: str) -> Any:
+    @reported(lambda ctx, *_: ctx.said[0], lambda *_: "the gradient of rows of all ranks")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         found: Tensor = getattr(torch.ops.commdsl, name)(gradient.contiguous(), *ctx.said)
         return (found, *(None for _ in ctx.said))

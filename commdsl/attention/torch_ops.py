@@ -21,6 +21,7 @@ from commdsl.runtime import groups
 from commdsl.runtime.errors import GradientError
 from commdsl.runtime.operators import define
 from commdsl.runtime.registry import registry
+from commdsl.runtime.reporting import reported
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -113,6 +114,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list
     ctx.save_for_backward(q, k, v, cu_seqlens, out, lse, *kept)
 
 
+@reported(lambda ctx, *_: ctx.asked[0], lambda *_: "the gradient of `attention`")
 def _backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     q, k, v, cu_seqlens, out, lse, *kept = ctx.saved_tensors
     made = torch.ops.commdsl.sequence_attention_backward(dout, q, k, v, out, lse, kept, cu_seqlens, *ctx.asked)

@@ -7,7 +7,6 @@ Importing this imports nothing else; each name below loads what it needs when it
     limits     the most that any call moves -> symmetric memory
     way_there  the ways there: their memory, their kernels, what a call passes to them
     way_back   one way back: its memory, its kernels, what a call passes to them
-    reporting  a call that raises before it launches -> an error that all ranks hear of
     pending    a call of two launches, between them
     experts    one rank's end: the calls that launch
     living     the ranks that are left of a group, and their keys

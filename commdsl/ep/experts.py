@@ -15,7 +15,6 @@ import torch
 from commdsl.ep.float8 import paired
 from commdsl.ep.limits import Limits, whole
 from commdsl.ep.pending import Call, Pending, finish_lost
-from commdsl.ep.reporting import reported
 from commdsl.ep.way_back import SUMMED, WayBack
 from commdsl.ep.way_there import Known, WayAgain, WayThere
 from commdsl.ir.dispatches import ByKey
@@ -27,6 +26,7 @@ from commdsl.runtime.kept import keep
 from commdsl.runtime.launches import Launches, default_device
 from commdsl.runtime.load import Kernels, Where, definition
 from commdsl.runtime.program import routed_program
+from commdsl.runtime.reporting import reported
 from commdsl.runtime.tensors import element_name, in_backward
 from commdsl.runtime.workspace import listed
 
@@ -68,6 +68,7 @@ class Received:
 class Experts:
     """Moves rows to the ranks of their keys and back, summed by weight, sorted by (key, source rank, row)."""
 
+    @reported()
     def __init__(
         self,
         limits: Limits,
@@ -98,22 +99,22 @@ class Experts:
         make no sense.
         """
         self.device = torch.device(device) if device is not None else default_device()
-        self._comm = groups.of(groups.name_of(group), self.device)
+        self.comm = groups.of(groups.name_of(group), self.device)
         made = routed_program(
             definition(source, name, params, on, tune, kernels),
-            self._comm.size,
-            self._comm.transport,
-            self._comm.config,
+            self.comm.size,
+            self.comm.transport,
+            self.comm.config,
         )
         (route, *others) = made.dispatch.routes
         if others or not isinstance(route, ByKey):
             raise DispatchError(f"`{made.plan.name}` goes by tables: make a `dispatch.Dispatcher` of it")
         self.limits, self.plan = limits, made.plan
-        self.keys_a_rank = route.num_keys // self._comm.size
+        self.keys_a_rank = route.num_keys // self.comm.size
         limits.judge(made.plan, None if made.back is None else made.back[0])
         macros = ("COMMDSL_CHECK=1",) if check else ()
         agreed = {**asdict(limits), "results": results, "check": check, **(terms or {})}
-        known = Known(self._comm, limits, results, macros, self.explain, agreed, given.seconds(timeout))
+        known = Known(self.comm, limits, results, macros, self.explain, agreed, given.seconds(timeout))
         self._there = WayThere(known, (made.plan, made.emitted))
         self._again = WayAgain(known, made.again) if made.again is not None and limits.width_again else None
         self._digests: dict[tuple[object, ...], int] = {}
@@ -125,6 +126,7 @@ class Experts:
     def __reduce__(self) -> NoReturn:
         raise DispatchError("Experts have memory on a group and are not copied or saved: make them where they are used")
 
+    @reported("self")
     def dispatch(
         self,
         rows: torch.Tensor | tuple[torch.Tensor, ...],
@@ -147,6 +149,7 @@ class Experts:
         """
         return self._dispatch(rows, keys, values, about).whole()
 
+    @reported("self")
     def dispatch_send(
         self,
         rows: torch.Tensor | tuple[torch.Tensor, ...],
@@ -160,7 +163,6 @@ class Experts:
         """
         return Pending(self._dispatch(rows, keys, values), self._go_on)
 
-    @reported
     def _dispatch(
         self,
         rows: torch.Tensor | tuple[torch.Tensor, ...],
@@ -188,17 +190,18 @@ class Experts:
         received = Received(found if several else found[0], came.counts, came.offsets, brought, index, handle)
         return Call(there.launches, run, received, (*tensors, keys, *beside))
 
+    @reported("self")
     def dispatch_again(self, rows: torch.Tensor, handle: Handle) -> torch.Tensor:
         """Other rows, (T, ...), to the places of those of the call that left the handle; by no count, and with nothing
         beside them. Returns what the rank receives, as `dispatch` does. Collective; raises as `dispatch`.
         """
         return self._dispatch_again(rows, handle).whole()
 
+    @reported("self")
     def dispatch_again_send(self, rows: torch.Tensor, handle: Handle) -> Pending[torch.Tensor]:
         """The first of two launches of `dispatch_again`, as `dispatch_send` is of `dispatch`."""
         return Pending(self._dispatch_again(rows, handle), self._go_on)
 
-    @reported
     def _dispatch_again(self, rows: torch.Tensor, handle: Handle) -> Call[torch.Tensor]:
         again = self._again
         given.instance("handle", handle, Handle)
@@ -212,6 +215,7 @@ class Experts:
         run, found = again(rows, handle.keys, left, digest, self.is_capturing)
         return Call(again.launches, run, found, (rows, handle.keys, *left))
 
+    @reported("self")
     def combine(
         self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None = None, *, about: str = ""
     ) -> torch.Tensor:
@@ -227,13 +231,13 @@ class Experts:
         """
         return self._combine(rows, handle, weights, about).whole()
 
+    @reported("self")
     def combine_send(
         self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None = None
     ) -> Pending[torch.Tensor]:
         """The first of two launches of `combine`, as `dispatch_send` is of `dispatch`."""
         return Pending(self._combine(rows, handle, weights), self._go_on)
 
-    @reported
     def _combine(
         self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None, about: str = ""
     ) -> Call[torch.Tensor]:
@@ -261,6 +265,7 @@ class Experts:
         run = back(rows, keys, known, found, self._digest(back.launches, (rows,), keys, about))
         return Call(back.launches, run, found, (rows, keys, *known))
 
+    @reported("self")
     def combine_values(self, values: torch.Tensor, handle: Handle) -> torch.Tensor:
         """A number for each received row back to its key: (T, K) float32, zero for a key that is dropped.
 
@@ -269,11 +274,11 @@ class Experts:
         """
         return self._combine_values(values, handle).whole()
 
+    @reported("self")
     def combine_values_send(self, values: torch.Tensor, handle: Handle) -> Pending[torch.Tensor]:
         """The first of two launches of `combine_values`, as `dispatch_send` is of `dispatch`."""
         return Pending(self._combine_values(values, handle), self._go_on)
 
-    @reported
     def _combine_values(self, values: torch.Tensor, handle: Handle) -> Call[torch.Tensor]:
         given.instance("handle", handle, Handle)
         way, keys = self._values, handle.keys
@@ -312,8 +317,8 @@ class Experts:
 
     def synchronize(self) -> None:
         """Waits for this rank's calls and raises what went wrong in them."""
-        self._comm.finish()
-        self._comm.check()
+        self.comm.finish()
+        self.comm.check()
 
     def explain(self, record: ErrorRecord) -> Exception:
         """What a kernel of this rank reported that is no time-out, in words."""
@@ -323,7 +328,7 @@ class Experts:
     @property
     def rank(self) -> int:
         """This rank of the group."""
-        return self._comm.rank
+        return self.comm.rank
 
     @property
     def is_released(self) -> bool:
@@ -365,7 +370,7 @@ class Experts:
 
     def _go_on(self) -> bool:
         """Raises where no call can go on; whether a graph is being captured."""
-        self._comm.ready()
+        self.comm.ready()
         return self.is_capturing
 
     def _ready(self, launches: Launches, *tensors: torch.Tensor) -> None:
@@ -374,7 +379,7 @@ class Experts:
         is_captured = self._go_on()
         if not launches.is_closed:
             finish_lost(launches, is_captured)
-        self._comm.compare(f"`{launches.plan.name}`{in_backward()}")
+        self.comm.compare(f"`{launches.plan.name}`{in_backward()}")
         if launches.is_closed:
             raise DispatchError(f"`{self.plan.name}` was released")
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):

@@ -132,9 +132,8 @@ class Breaking(Meeting):
     def report(self, error: BaseException, what: str) -> None:
         """A call raised this before anything of it was started: a step, of which all peers hear."""
         with self.hearing:
-            if self.broken is not None or is_settled(error):
+            if self.broken is not None:
                 return
-            settle(error)
             step, self.steps = self.steps, self.steps + 1
             made = raised(error, what, self.calls())
             with contextlib.suppress(RuntimeError):  # of a store whose server has ended
@@ -232,12 +231,12 @@ def in_our_words(error: BaseException, what: str) -> BaseException:
 _SETTLED = "_commdsl_is_settled"
 
 
-def settle(error: BaseException) -> BaseException:
-    """Mark an error as one that all peers have, or know of: nobody has to be told of it any more."""
-    setattr(error, _SETTLED, True)
+def settle(error: BaseException, group: str) -> BaseException:
+    """Mark an error as one that all peers in a group have, or know of: none of them has to be told of it any more."""
+    setattr(error, _SETTLED, {*getattr(error, _SETTLED, ()), group})
     return error
 
 
-def is_settled(error: BaseException) -> bool:
-    """Return whether `settle` has marked an error."""
-    return hasattr(error, _SETTLED)
+def is_settled(error: BaseException, group: str) -> bool:
+    """Return whether `settle` has marked an error, for the group of this name."""
+    return group in getattr(error, _SETTLED, ())

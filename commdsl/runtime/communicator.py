@@ -144,7 +144,7 @@ class Communicator(Joining, ABC):
             made = make(self.make_heap(extent, meet), f"{self.generation}/{where}")
             meet("ready")
         except BaseException as error:
-            if is_settled(error):  # on every rank, and before anything was made
+            if is_settled(error, self.name):  # on every rank, and before anything was made
                 raise
             failure = in_our_words(error, what)
             self.fail(failure, what)

@@ -154,7 +154,7 @@ class Joining(Breaking):
                 return
             self.reports.put(f"{text}/{self.rank}", mine.pack_source())
             error = disagreement(self.name, self.rank, mine, rank, theirs, self._answer(f"{text}/{rank}", rank))
-            raise settle(error)
+            raise settle(error, self.name)
 
         self.is_stepping = True
         try:

@@ -10,11 +10,21 @@ from typing import Any
 
 import torch
 
+from commdsl.runtime.reporting import reported
+
+GROUPS = ("group_name", "group")
+"""The arguments of a schema that name the group of a call."""
+
 
 def define(library: torch.library.Library, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """`fake` gives results of the same shapes, from tensors without data."""
+    """`fake` gives results of the same shapes, from tensors without data. Where an argument names a group, its ranks
+    hear of what `run` raises, also within a compiled graph.
+    """
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.partition("(")[0]
+    at = [one for one, known in enumerate(torch._C.parse_schema(schema).arguments) if known.name in GROUPS]
+    if at:
+        run = reported(lambda *given: given[at[0]], lambda *_: f"`{name}`")(run)
     for key in ("CPU", "CUDA"):
         library.impl(name, run, key)
     torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
