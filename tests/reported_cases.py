@@ -108,7 +108,9 @@ COLLECTIVES = {
     "all_reduce": Entry(collective("all_reduce"), {**ONE, "dtype": (0, complexes)}),
     "all_reduce_": Entry(collective("all_reduce_"), {**ONE, "dtype": (0, complexes)}),
     "all_gather": Entry(collective("all_gather"), ONE),
-    "reduce_scatter": Entry(collective("reduce_scatter"), {**ONE, "shape": (0, lambda x: x[:3]), "dtype": (0, complexes)}),
+    "reduce_scatter": Entry(
+        collective("reduce_scatter"), {**ONE, "shape": (0, lambda x: x[:3]), "dtype": (0, complexes)}
+    ),
     "all_to_all": Entry(collective("all_to_all"), {**ONE, "shape": (0, lambda x: x[:3])}),
     "broadcast": Entry(collective("broadcast", 1), ONE),
     "Op": Entry(scheduled("__call__"), {**ONE, "dtype": (0, complexes)}),
@@ -157,7 +159,9 @@ def hamilton(name: str, ranks: int, **named: Any) -> Callable[[int, str], Call]:
 
 
 def rings(method: str) -> Callable[[int, str], Call]:
-    return lambda rank, group: Call(getattr(attention.RingComm(group), method), [X, Y] if method != "send_recv" else [X])
+    return lambda rank, group: Call(
+        getattr(attention.RingComm(group), method), [X, Y] if method != "send_recv" else [X]
+    )
 
 
 def blocks(rank: int, group: str) -> Call:
@@ -186,17 +190,24 @@ for _full in (
         4,
     )
 ATTENTION |= {
-    "attention": Entry(attended, {"dtype": (1, doubled), "shape": (0, flat), "layout": (2, sparse), "type": (0, lists)}),
+    "attention": Entry(
+        attended, {"dtype": (1, doubled), "shape": (0, flat), "layout": (2, sparse), "type": (0, lists)}
+    ),
     # A keyword that there is not is refused by torch itself.
-    "sequence_parallel": Entry(within, {"dtype": (1, doubled), "shape": (0, flat), "layout": (2, sparse)}, keyword=False),
+    "sequence_parallel": Entry(
+        within, {"dtype": (1, doubled), "shape": (0, flat), "layout": (2, sparse)}, keyword=False
+    ),
     "unshard_sequence": Entry(
         lambda rank, group: Call(attention.unshard_sequence, [X, 0], {"group": group}),
         {**ONE, "shape": (1, lambda dim: 7)},
     ),
     "RingComm.send_recv": Entry(rings("send_recv"), ONE),
     "RingComm.send_recv_kv": Entry(rings("send_recv_kv"), {**ONE, "second": (1, lists)}),
-    "A2AComm.all_to_all": Entry(blocks, {"dtype": (0, first(doubled)), "shape": (0, lambda one: one[:1]), "type": (1, nothing)}),
+    "A2AComm.all_to_all": Entry(
+        blocks, {"dtype": (0, first(doubled)), "shape": (0, lambda one: one[:1]), "type": (1, nothing)}
+    ),
 }
+
 
 def replicated(rank: int, group: str) -> Call:
     """Nothing travels but for the gradient: the others hear of a refused one in what follows."""
@@ -256,7 +267,10 @@ def synced(rank: int, group: str) -> Call:
 
 
 def clipped(rank: int, group: str) -> Call:
-    return Call(lambda one, *given, **named: overlap.clip_grad_norm_(one, *given, **named), [[*model(group).parameters()], 1.0, 2.0])
+    return Call(
+        lambda one, *given, **named: overlap.clip_grad_norm_(one, *given, **named),
+        [[*model(group).parameters()], 1.0, 2.0],
+    )
 
 
 LAYER = {"dtype": (0, doubled), "shape": (0, narrow), "layout": (0, sparse)}
@@ -283,7 +297,9 @@ def sender(name: str) -> Callable[[int, str], Call]:
         rows = {"collect": route.queries, "collect_qkv": route.queries}.get(name, route.rows)
         others = route.keys if name == "collect_qkv" else rows
         count = 2 if name.endswith("_qkv") else 0
-        return Call(getattr(found, name), [torch.ones(rows, 2, 4), *(torch.ones(others, 2, 4) for _ in range(count)), route])
+        return Call(
+            getattr(found, name), [torch.ones(rows, 2, 4), *(torch.ones(others, 2, 4) for _ in range(count)), route]
+        )
 
     return made
 
@@ -314,9 +330,14 @@ DISPATCH = {
         lambda rank, group: Call(dispatch.Dispatcher.for_tokens, [8, 2, 2, 8, torch.float32, group, "cpu"]),
         {"dtype": (4, nothing)},
     ),
-    **{f"Dispatcher.{one}": Entry(sender(one), ROUTED) for one in ("attend", "collect", "dispatch", "dispatch_qkv", "collect_qkv")},
+    **{
+        f"Dispatcher.{one}": Entry(sender(one), ROUTED)
+        for one in ("attend", "collect", "dispatch", "dispatch_qkv", "collect_qkv")
+    },
     "plan": Entry(planned, {"shape": (0, lambda one: one[:1]), "type": (0, nothing)}),
-    "dispatch_kernel": Entry(kernel, {"shape": (0, lambda x: x[1:]), "type": (1, nothing), "small": (1, lambda x: x[1:])}),
+    "dispatch_kernel": Entry(
+        kernel, {"shape": (0, lambda x: x[1:]), "type": (1, nothing), "small": (1, lambda x: x[1:])}
+    ),
 }
 
 LIMITS = ep.Limits(6, 3, 36, (16,), 16, width_again=16)
@@ -324,7 +345,7 @@ LIMITS = ep.Limits(6, 3, 36, (16,), 16, width_again=16)
 
 def experts(name: str) -> Callable[[int, str], Call]:
     def made(rank: int, group: str) -> Call:
-        found = ep.Experts(LIMITS, group, "cpu", results=4, source="tokens", name="tokens", params={"E": 4}) 
+        found = ep.Experts(LIMITS, group, "cpu", results=4, source="tokens", name="tokens", params={"E": 4})
         return Call(*_way(found, (torch.ones(6, 4),), torch.ones(6, 3), name))
 
     return made
@@ -459,12 +480,23 @@ EP = {
         ),
         {"number": (1, lambda one: -1), "type": (0, nothing)},
     ),
-    "DispatchCombineContext.reallocate_dispatch_output_buf": Entry(growing, {"number": (0, lambda one: -1), "type": (0, str)}),
+    "DispatchCombineContext.reallocate_dispatch_output_buf": Entry(
+        growing, {"number": (0, lambda one: -1), "type": (0, str)}
+    ),
     "EPAll2AllLayer": Entry(layer_of_experts(""), {"number": (1, lambda one: -1), "dtype": (8, nothing)}),
-    "EPAll2AllLayer.dispatch": Entry(layer_of_experts("dispatch"), {"dtype": (0, doubled), "shape": (1, flat), "type": (0, lists)}),
-    "EPAll2AllLayer.combine": Entry(layer_of_experts("combine"), {"dtype": (0, doubled), "shape": (0, lambda x: torch.ones(99, 4)), "type": (1, nothing)}),
-    "PrepareAndFinalize.prepare": Entry(vllm("prepare"), {"shape": (2, flat), "number": (3, lambda one: 5), "type": (0, lists)}),
-    "PrepareAndFinalize.finalize": Entry(vllm("finalize"), {"dtype": (1, lambda one: complexes), "type": (1, lambda one: str)}),
+    "EPAll2AllLayer.dispatch": Entry(
+        layer_of_experts("dispatch"), {"dtype": (0, doubled), "shape": (1, flat), "type": (0, lists)}
+    ),
+    "EPAll2AllLayer.combine": Entry(
+        layer_of_experts("combine"),
+        {"dtype": (0, doubled), "shape": (0, lambda x: torch.ones(99, 4)), "type": (1, nothing)},
+    ),
+    "PrepareAndFinalize.prepare": Entry(
+        vllm("prepare"), {"shape": (2, flat), "number": (3, lambda one: 5), "type": (0, lists)}
+    ),
+    "PrepareAndFinalize.finalize": Entry(
+        vllm("finalize"), {"dtype": (1, lambda one: complexes), "type": (1, lambda one: str)}
+    ),
     "Dispatcher.dispatch": Entry(sglang("dispatch"), {"shape": (0, flat), "type": (1, nothing)}),
     "Dispatcher.combine": Entry(sglang("combine"), {"dtype": (0, lambda one: complexes), "type": (0, lambda one: str)}),
 }
@@ -472,9 +504,9 @@ EP = {
 LOCAL = {
     "commdsl": "check choice load memory_summary release reset shutdown threads",
     "attention": """_update_out_and_lse calculate_in_mapping_circle calculate_inter_node_mapping
-        calculate_intra_node_in_mapping_two_nodes calculate_intra_node_out_mapping_two_nodes calculate_out_mapping_circle
-        calculate_source_rank_per_iter choice contiguous gen_hamilton_circle gen_hamilton_circle_two_nodes
-        gen_hamilton_path_local positions shard_sequence zigzag""",
+        calculate_intra_node_in_mapping_two_nodes calculate_intra_node_out_mapping_two_nodes
+        calculate_out_mapping_circle calculate_source_rank_per_iter choice contiguous
+        gen_hamilton_circle gen_hamilton_circle_two_nodes gen_hamilton_path_local positions shard_sequence zigzag""",
     "dispatch": """compute_attn_layout_seqlens compute_metadata compute_metadata_kv create_qkv_dispatch
         exclusive_cumsum from_plan gen_seq_lens load_plan orchestrate_simulate simulate_reduce test_qkv_dispatch
         test_query_dispatch validate""",
@@ -484,8 +516,8 @@ LOCAL = {
 """Public functions that do no collective work, or end it."""
 
 LOCAL_CLASSES = {
-    "commdsl": """AgreementError ArgumentError BrokenGroupError CacheError CaptureError CommError CommTimeout ConfigError
-        DeviceError DispatchError Error GradientError GroupError HeapError KeysError MaskError MetadataError
+    "commdsl": """AgreementError ArgumentError BrokenGroupError CacheError CaptureError CommError CommTimeout
+        ConfigError DeviceError DispatchError Error GradientError GroupError HeapError KeysError MaskError MetadataError
         MissingPackageError MissingToolError NotFoundError OpError PeerError RendezvousError ReductionError ReplicaError
         ResourceError RowError TableError TensorError Work WorkTimeoutError""",
     "attention": "Choice Placement Run",

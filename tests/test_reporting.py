@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -62,26 +62,29 @@ def wrong(call: Call, entry: Entry, mistake: str) -> Call:
 
 @pytest.mark.parametrize(("entry", "mistake"), everything())
 def test_a_mistake_of_one_rank(entry: Entry, mistake: str) -> None:
-    """All ranks raise, with the odd one's reason, also in a first call; a reset mends it; what all are refused is none."""
+    """All ranks raise, for the odd one's reason, also in a first call. A reset mends it, and what all ranks are refused
+    alike breaks nothing.
+    """
     names = commdsl.threads(entry.ranks)
-    calls = outcomes(entry.ranks, lambda rank: entry.made(rank, names[rank]))
-    assert all(isinstance(one, Call) for one in calls), calls
-
     for _ in range(2):
-
-        def work(rank: int) -> None:
-            own = wrong(calls[rank], entry, mistake) if rank == ODD else calls[rank]
-            for _ in range(2):  # a rank that waits for nobody learns it in its next call
-                own()
-
-        found = outcomes(entry.ranks, work)
-        raised_elsewhere(found, text_of(found[ODD]))
-        assert outcomes(entry.ranks, lambda rank: commdsl.reset(names[rank])) == [None] * entry.ranks
-        alike = outcomes(entry.ranks, lambda rank: wrong(calls[rank], entry, mistake)())
-        assert all(type(one) is type(found[ODD]) for one in alike), alike
         calls = outcomes(entry.ranks, lambda rank: entry.made(rank, names[rank]))
-        right = outcomes(entry.ranks, lambda rank: calls[rank]())
-        assert not any(isinstance(one, BaseException) for one in right), right
+        assert all(isinstance(one, Call) for one in calls), calls
+        goes_wrong_once(entry, mistake, names, calls)
+
+
+def goes_wrong_once(entry: Entry, mistake: str, names: Sequence[str], calls: Sequence[Call]) -> None:
+    def work(rank: int) -> None:
+        own = wrong(calls[rank], entry, mistake) if rank == ODD else calls[rank]
+        for _ in range(2):  # a rank that waits for nobody learns it in its next call
+            own()
+
+    found = outcomes(entry.ranks, work)
+    raised_elsewhere(found, text_of(found[ODD]))
+    assert outcomes(entry.ranks, lambda rank: commdsl.reset(names[rank])) == [None] * entry.ranks
+    alike = outcomes(entry.ranks, lambda rank: wrong(calls[rank], entry, mistake)())
+    assert all(type(one) is type(found[ODD]) for one in alike), alike
+    right = outcomes(entry.ranks, lambda rank: entry.made(rank, names[rank])())
+    assert not any(isinstance(one, BaseException) for one in right), right
 
 
 def raised_elsewhere(found: list[Any], reason: str) -> None:
@@ -172,6 +175,63 @@ def test_a_gradient_that_fails_on_one_rank(name: str, monkeypatch: pytest.Monkey
     raised_elsewhere(outcomes(2, work), "MemoryError: no room for a gradient")
     assert outcomes(2, lambda rank: commdsl.reset(names[rank])) == [None] * 2
     assert outcomes(2, lambda rank: call(rank, names[rank]).sum().backward()) == [None] * 2
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+COMPILED = [
+    ("commdsl", "all_reduce", "dtype"),
+    ("commdsl", "all_reduce_", "dtype"),
+    ("commdsl", "reduce_scatter", "shape"),
+    ("commdsl", "Op", "dtype"),
+    ("overlap", "all_gather_matmul", "shape"),
+    ("overlap", "matmul_reduce_scatter", "dtype"),
+    ("overlap", "all_reduce_rms_norm", "shape"),
+    ("attention", "attention", "dtype"),
+]
+"""Mistakes that torch finds while it traces, and such as it does not see before the call."""
+
+LOOSE = [
+    ("dispatch", "Dispatcher.dispatch", "shape"),
+    ("ep", "combine", "dtype"),
+    ("overlap", "matmul_all_reduce", "type"),
+]
+"""Such as the code that is traced refuses: torch then breaks the graph, and with fullgraph=True raises an error of its
+own instead.
+"""
+
+
+@pytest.mark.parametrize("is_first", [False, True], ids=["later", "first"])
+@pytest.mark.parametrize(
+    ("room", "name", "mistake", "fullgraph"),
+    [*((*one, whole) for one in COMPILED for whole in (False, True)), *((*one, False) for one in LOOSE)],
+)
+def test_a_mistake_in_what_is_compiled(room: str, name: str, mistake: str, fullgraph: bool, is_first: bool) -> None:
+    """Within torch.compile the others hear of it, too, whether it is found in the call or while that is traced."""
+    torch.compiler.reset()
+    entry, names = TABLES[room][name], commdsl.threads(2)
+    calls = outcomes(2, lambda rank: entry.made(rank, names[rank]))
+
+    def work(rank: int) -> None:
+        def call(*given: Any) -> Any:
+            return calls[rank].function(*given, **calls[rank].named)
+
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=fullgraph)
+        if not is_first:
+            compiled(*calls[rank].given)
+        compiled(*(wrong(calls[rank], entry, mistake) if rank == ODD else calls[rank]).given)
+        compiled(*calls[rank].given)
+
+    found = outcomes(2, work)
+    assert isinstance(found[0], PeerError), found
+    raised_elsewhere(found, found[0].reason.partition("raised ")[2])
+    assert outcomes(2, lambda rank: commdsl.reset(names[rank])) == [None] * 2
+    calls = outcomes(2, lambda rank: entry.made(rank, names[rank]))
+    right = outcomes(
+        2,
+        lambda rank: torch.compile(calls[rank].function, backend="aot_eager")(*calls[rank].given, **calls[rank].named),
+    )
+    assert not any(isinstance(one, BaseException) for one in right), right
 
 
 @pytest.mark.parametrize("room", TABLES)

@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from commdsl.ep.experts import Experts, Handle, Received
+from commdsl.ep.experts import Experts
 from commdsl.ep.float8 import Quantised, flat, paired
+from commdsl.ep.handles import Handle, Received
 from commdsl.ep.limits import Limits
 from commdsl.runtime import given, groups
 from commdsl.runtime.communicator import Communicator

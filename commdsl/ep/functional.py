@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import torch
 
 from commdsl.ep.exchange import ENTRY, PADDING, Exchange, known
-from commdsl.ep.experts import Handle
 from commdsl.ep.float8 import Quantised, arriving, dequantised, flat, paired
+from commdsl.ep.handles import Handle
 from commdsl.ep.way_back import SUMMED
 from commdsl.runtime import given
 from commdsl.runtime.errors import GradientError

@@ -182,8 +182,8 @@ def _gathered(shape: list[Any], ranks: int) -> list[Any]:
 
 
 def _scattered(shape: list[Any], ranks: int) -> list[Any]:
-    must(len(shape) > 0)
-    must(shape[0] % ranks == 0)
+    must(len(shape) > 0, f"expected a block for each of {ranks} ranks along dimension 0, got a number")
+    must(shape[0] % ranks == 0, f"dimension 0, {shape[0]}, is no multiple of the {ranks} ranks")
     return [shape[0] // ranks, *shape[1:]]
 
 

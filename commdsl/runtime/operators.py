@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from commdsl.machine.errors import Error
 from commdsl.runtime.reporting import reported
 
 GROUPS = ("group_name", "group")
@@ -18,13 +19,21 @@ GROUPS = ("group_name", "group")
 
 def define(library: torch.library.Library, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """`fake` gives results of the same shapes, from tensors without data. Where an argument names a group, its ranks
-    hear of what `run` raises, also within a compiled graph.
+    hear of what `run` raises, also within a compiled graph, and of what `fake` refuses while a graph is traced.
     """
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.partition("(")[0]
     at = [one for one, known in enumerate(torch._C.parse_schema(schema).arguments) if known.name in GROUPS]
+
+    def named(*given: Any, **_: Any) -> Any:
+        return given[at[0]]
+
+    def traced(*given: Any, **_: Any) -> Any:
+        return [] if torch._guards.TracingContext.try_get() is None else given[at[0]]
+
     if at:
-        run = reported(lambda *given: given[at[0]], lambda *_: f"`{name}`")(run)
+        run = reported(named, lambda *_, **__: f"`{name}`")(run)
+        fake = reported(traced, lambda *_, **__: f"`{name}`", Error)(fake)  # others are torch's, which may go on
     for key in ("CPU", "CUDA"):
         library.impl(name, run, key)
     torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)

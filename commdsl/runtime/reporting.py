@@ -28,11 +28,13 @@ Communicator, what has one as `comm`, None for the default group, or a list of t
 
 
 def reported(
-    group: Find = "group", what: Callable[..., str] | None = None
+    group: Find = "group",
+    what: Callable[..., str] | None = None,
+    errors: type[BaseException] = BaseException,
 ) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
     """Decorate a call that ends in collective work: report to the peers whatever it raises, then raise it.
 
-    `what`: the call in words, from its arguments. Default: its name.
+    `what`: the call in words, from its arguments. Default: its name. `errors`: which are reported. Default: all.
     """
 
     def decorate(call: Callable[Given, Found]) -> Callable[Given, Found]:
@@ -40,7 +42,7 @@ def reported(
         def reporting(*args: Given.args, **options: Given.kwargs) -> Found:
             try:
                 return call(*args, **options)
-            except BaseException as error:
+            except errors as error:
                 _report(error, call, group, what, args, options)
                 raise
 
