@@ -1,4 +1,4 @@
-"""Turns what one dispatch of Experts leaves on a rank into its parts: the rows that came, the routing that calls back need.
+"""Turns what one dispatch of Experts leaves on a rank into its parts: the rows that came, the routing for the way back.
 
 Assumes one call. Does not make or move anything; `experts` does.
 """
