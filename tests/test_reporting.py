@@ -32,6 +32,7 @@ from thread_ranks import outcomes  # noqa: E402 - as above
 import commdsl  # noqa: E402 - as above
 from commdsl import attention, overlap  # noqa: E402 - as above
 from commdsl.runtime.errors import PeerError  # noqa: E402 - as above
+from commdsl.runtime.reporting import reported  # noqa: E402 - as above
 from commdsl.runtime.said import text_of  # noqa: E402 - as above
 
 TABLES = {"commdsl": COLLECTIVES, "attention": ATTENTION, "dispatch": DISPATCH, "ep": EP, "overlap": OVERLAP}
@@ -95,6 +96,23 @@ def raised_elsewhere(found: list[Any], reason: str) -> None:
         assert isinstance(found[rank], PeerError), found
         assert found[rank].rank == ODD, found
         assert reason in found[rank].reason, found
+
+
+def test_a_call_of_two_groups() -> None:
+    """An error that ranks of one group have heard of is reported to those of another one, too."""
+    inner, outer = commdsl.threads(2), commdsl.threads(2)
+
+    @reported(lambda one, other: [one, other])
+    def both(one: str, other: str) -> None:
+        commdsl.all_reduce(torch.ones(8, dtype=torch.complex64), group=one)
+        commdsl.all_reduce(torch.ones(8), group=other)
+
+    def work(rank: int) -> None:
+        if rank == ODD:
+            both(inner[rank], outer[rank])
+        commdsl.all_reduce(torch.ones(8), group=outer[rank])
+
+    raised_elsewhere(outcomes(2, work), "complex64")
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
