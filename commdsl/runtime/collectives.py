@@ -45,12 +45,18 @@ def all_reduce(
     So do gradients. Rounding takes time: between two H200s it is the faster way of bfloat16 from 4 MB, clearly so from
     16 MB, and the slower one below.
     """
-    if others:
-        given.unexpected("all_reduce", all_reduce, others)
-    if _is_traced("all_reduce", x) and not async_op:
-        name = groups.name_of(group)
-        return collective_ops.ops(x).all_reduce(x, name, given.reduction(op), timeout=given.seconds(timeout), wire=wire)
-    return menu.run("all_reduce", x, x.nbytes, group, op=op, async_op=async_op, timeout=timeout, wire=wire)
+    try:
+        if others:
+            given.unexpected("all_reduce", all_reduce, others)
+        if _is_traced("all_reduce", x) and not async_op:
+            name = groups.name_of(group)
+            return collective_ops.ops(x).all_reduce(
+                x, name, given.reduction(op), timeout=given.seconds(timeout), wire=wire
+            )
+        return menu.run("all_reduce", x, x.nbytes, group, op=op, async_op=async_op, timeout=timeout, wire=wire)
+    except BaseException as error:
+        groups.report(error, group, (x,), "all_reduce")
+        raise
 
 
 def all_reduce_(
@@ -66,17 +72,21 @@ def all_reduce_(
 
     Where the chosen schedule is not proved to work in place, the result is copied into x. Has no gradient.
     """
-    if others:
-        given.unexpected("all_reduce_", all_reduce_, others)
-    traced = _is_traced("all_reduce_", x)
-    if async_op:
-        collective_ops.refuse_gradient(x)
-        return menu.all_reduce_in_place(x, group, op, timeout, async_op=True)
-    if traced:
-        collective_ops.ops(x).all_reduce_(x, groups.name_of(group), given.reduction(op), given.seconds(timeout))
-    else:
-        menu.all_reduce_in_place(x, group, op, timeout)
-    return x
+    try:
+        if others:
+            given.unexpected("all_reduce_", all_reduce_, others)
+        traced = _is_traced("all_reduce_", x)
+        if async_op:
+            collective_ops.refuse_gradient(x)
+            return menu.all_reduce_in_place(x, group, op, timeout, async_op=True)
+        if traced:
+            collective_ops.ops(x).all_reduce_(x, groups.name_of(group), given.reduction(op), given.seconds(timeout))
+        else:
+            menu.all_reduce_in_place(x, group, op, timeout)
+        return x
+    except BaseException as error:
+        groups.report(error, group, (x,), "all_reduce_")
+        raise
 
 
 def all_gather(
@@ -99,15 +109,19 @@ def all_gather(
     `wire="float8"`: x, of float32, float16 or bfloat16, is rounded once on its way, as for `all_reduce`, to the same
     bits on every rank; gradients are not. It is faster and slower from the same sizes, of the result.
     """
-    if others:
-        given.unexpected("all_gather", all_gather, others)
-    if output_split_sizes is not None:
-        given.alone("output_split_sizes", "wire", wire)
-        return _uneven("all_gather", x, output_split_sizes, group, async_op=async_op, timeout=timeout)
-    if _is_traced("all_gather", x) and not async_op:
-        return collective_ops.ops(x).all_gather(x, groups.name_of(group), timeout=given.seconds(timeout), wire=wire)
-    nbytes = x.nbytes * menu.size(group)
-    return menu.run("all_gather", x, nbytes, group, async_op=async_op, timeout=timeout, wire=wire)
+    try:
+        if others:
+            given.unexpected("all_gather", all_gather, others)
+        if output_split_sizes is not None:
+            given.alone("output_split_sizes", "wire", wire)
+            return _uneven("all_gather", x, output_split_sizes, group, async_op=async_op, timeout=timeout)
+        if _is_traced("all_gather", x) and not async_op:
+            return collective_ops.ops(x).all_gather(x, groups.name_of(group), timeout=given.seconds(timeout), wire=wire)
+        nbytes = x.nbytes * menu.size(group)
+        return menu.run("all_gather", x, nbytes, group, async_op=async_op, timeout=timeout, wire=wire)
+    except BaseException as error:
+        groups.report(error, group, (x,), "all_gather")
+        raise
 
 
 def reduce_scatter(
@@ -126,15 +140,19 @@ def reduce_scatter(
 
     `input_split_sizes`: how many rows of x are each rank's, where they are not as many; as for `all_gather`.
     """
-    if others:
-        given.unexpected("reduce_scatter", reduce_scatter, others)
-    if input_split_sizes is not None:
-        return _uneven("reduce_scatter", x, input_split_sizes, group, op=op, async_op=async_op, timeout=timeout)
-    if _is_traced("reduce_scatter", x) and not async_op:
-        return collective_ops.ops(x).reduce_scatter(
-            x, groups.name_of(group), given.reduction(op), timeout=given.seconds(timeout)
-        )
-    return menu.run("reduce_scatter", x, x.nbytes, group, op=op, async_op=async_op, timeout=timeout)
+    try:
+        if others:
+            given.unexpected("reduce_scatter", reduce_scatter, others)
+        if input_split_sizes is not None:
+            return _uneven("reduce_scatter", x, input_split_sizes, group, op=op, async_op=async_op, timeout=timeout)
+        if _is_traced("reduce_scatter", x) and not async_op:
+            return collective_ops.ops(x).reduce_scatter(
+                x, groups.name_of(group), given.reduction(op), timeout=given.seconds(timeout)
+            )
+        return menu.run("reduce_scatter", x, x.nbytes, group, op=op, async_op=async_op, timeout=timeout)
+    except BaseException as error:
+        groups.report(error, group, (x,), "reduce_scatter")
+        raise
 
 
 def all_to_all(
@@ -155,15 +173,19 @@ def all_to_all(
     are not as many; 0 is a number. A rank says its own: what it sends to another has to be what that one expects of it,
     which the kernel compares before anything is received (AgreementError). A CUDA graph keeps them.
     """
-    if others:
-        given.unexpected("all_to_all", all_to_all, others)
-    splits = given.both(output_split_sizes=output_split_sizes, input_split_sizes=input_split_sizes)
-    if splits is not None:
-        came, sent = splits
-        return _uneven("all_to_all", x, (*sent, *came), group, async_op=async_op, timeout=timeout)
-    if _is_traced("all_to_all", x) and not async_op:
-        return collective_ops.ops(x).all_to_all(x, groups.name_of(group), timeout=given.seconds(timeout))
-    return menu.run("all_to_all", x, x.nbytes, group, async_op=async_op, timeout=timeout)
+    try:
+        if others:
+            given.unexpected("all_to_all", all_to_all, others)
+        splits = given.both(output_split_sizes=output_split_sizes, input_split_sizes=input_split_sizes)
+        if splits is not None:
+            came, sent = splits
+            return _uneven("all_to_all", x, (*sent, *came), group, async_op=async_op, timeout=timeout)
+        if _is_traced("all_to_all", x) and not async_op:
+            return collective_ops.ops(x).all_to_all(x, groups.name_of(group), timeout=given.seconds(timeout))
+        return menu.run("all_to_all", x, x.nbytes, group, async_op=async_op, timeout=timeout)
+    except BaseException as error:
+        groups.report(error, group, (x,), "all_to_all")
+        raise
 
 
 def broadcast(
@@ -174,11 +196,15 @@ def broadcast(
     x: contiguous, of any dtype; the other ranks' x says shape, dtype and device. Each root is a kernel and a workspace
     of its own. With `async_op` a Work. The gradient is the sum of the gradients at the root, and zero elsewhere.
     """
-    if others:
-        given.unexpected("broadcast", broadcast, others)
-    if _is_traced("broadcast", x) and not async_op:
-        return collective_ops.ops(x).broadcast(x, groups.name_of(group), root, timeout=given.seconds(timeout))
-    return menu.run("broadcast", x, x.nbytes, group, root=root, async_op=async_op, timeout=timeout)
+    try:
+        if others:
+            given.unexpected("broadcast", broadcast, others)
+        if _is_traced("broadcast", x) and not async_op:
+            return collective_ops.ops(x).broadcast(x, groups.name_of(group), root, timeout=given.seconds(timeout))
+        return menu.run("broadcast", x, x.nbytes, group, root=root, async_op=async_op, timeout=timeout)
+    except BaseException as error:
+        groups.report(error, group, (x,), "broadcast")
+        raise
 
 
 def choice(collective: str, nbytes: int, ranks: int, device_name: str | None = None) -> Choice:

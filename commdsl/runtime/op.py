@@ -91,9 +91,9 @@ class Op(CompiledOp):
         `timeout`: how long a wait may take in this call, and in a graph that captures it, in seconds or as a timedelta;
         default: the group's. `about`: what else all ranks must agree on, in words (C964).
         """
-        if others:
-            given.unexpected(self.shown, Op.__call__, others, self.input_names)
         try:
+            if others:
+                given.unexpected(self.shown, Op.__call__, others, self.input_names)
             asked = given.asked(op, timeout, lengths, about)
             if not async_op:
                 return self._result(inputs, group, asked)
@@ -153,9 +153,9 @@ class Op(CompiledOp):
         **others: Never,
     ) -> None:
         """Overwrites the `inout` tensors; only for schedules that are proved to allow it. The rest as for a call."""
-        if others:
-            given.unexpected(f"{self.shown}.in_place", Op.in_place, others, self.input_names)
         try:
+            if others:
+                given.unexpected(f"{self.shown}.in_place", Op.in_place, others, self.input_names)
             asked = given.asked(op, timeout, lengths)
             if not self.works_in_place:
                 raise TensorError(f"`{self.shown}` cannot work in place: a chunk is overwritten before it is read")
