@@ -18,7 +18,8 @@ class _Registry:
     """The ops of this process. torch keeps its own such table; this one remembers what each name stands for."""
 
     def __init__(self) -> None:
-        self.library = torch.library.Library("commdsl", "FRAGMENT")
+        self.library = torch.library.Library("commdsl", "FRAGMENT")  # of operators that have a name of their own
+        self.libraries: list[torch.library.Library] = []  # one an op
         self.ops: dict[str, tuple[str, Op]] = {}
         self.lock = threading.RLock()
 
@@ -42,7 +43,13 @@ def register(name: str, digest: str, definition: Definition, ranks: int, inverse
             name = f"{name}_{digest[:8]}"
         if name not in table.ops:
             made = Op(name, definition, ranks, inverse, load)
-            _define(table.library, made)
+            library = torch.library.Library("commdsl", "FRAGMENT")
+            try:
+                _define(library, made)
+            except BaseException:
+                library._destroy()  # torch would refuse a second definition of what it knows in part
+                raise
+            table.libraries.append(library)
             table.ops[name] = (digest, made)
         return table.ops[name][1]
 
