@@ -182,7 +182,8 @@ def _known(name: str, behind: object, device: torch.device) -> Communicator:
         made.steps = _EARLY.pop((name, device.type), 0)
         try:
             made.open()
-        except BaseException:
+        except BaseException as error:
+            made.end_half_way(error)
             with _LOCK:
                 _FAILED[key] = (member, made)
             raise
