@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -238,7 +239,9 @@ def fault(case: Case, errors: Sequence[BaseException | None]) -> str:
             return "the reason is not said"
         if not all(any(one in text for one in theirs) for text in others.values()):
             return "the other side is not named"
-        return "" if all(_says_own(rank, text) for rank, text in others.items()) else "its own side is not named"
+        if not all(_says_own(case, rank, text) for rank, text in others.items()):
+            return "its own side is not named"
+        return ""
     if not all(isinstance(one, AgreementError | PeerError | BrokenGroupError) for one in errors):
         return "another error"
     usual, strange = case.calls[(case.odd + 1) % case.ranks][0], case.calls[case.odd][0]
@@ -248,7 +251,11 @@ def fault(case: Case, errors: Sequence[BaseException | None]) -> str:
     return "" if both else "a side is not named"
 
 
-def _says_own(rank: int, text: str) -> bool:
-    """Return whether the text of a rank's error says what that rank was to do, or did last."""
-    waits = f"rank {rank} was to ", f"rank {rank} waited for it to "
-    return any(one in text for one in (*waits, f"rank {rank} calls ", f"last call of rank {rank}: "))
+def _says_own(case: Case, rank: int, text: str) -> bool:
+    """Return whether the text of a rank's error says what that rank was to do, or did last: a call that it made."""
+    made = {call.schedule(case.ranks) for call in (*case.before, *case.calls[rank])}
+    last = re.findall(rf"(?:rank {rank} calls|last call of rank {rank}:) (?:`(\w+)`|nothing)", text)
+    waits = re.findall(
+        rf"rank {rank} (?:was|waited for it) to (?:set up group `|(?:set up|compare call \d+,) `(\w+))", text
+    )
+    return len(last) + len(waits) > 0 and all(name in made for name in (*last, *waits) if name)

@@ -47,7 +47,7 @@ def test_disagreements() -> None:
 
 def test_disagreements_of_processes() -> None:
     """So do all ranks that live where ranks are processes, of which some are killed, exit or raise on their own."""
-    faults = [one.line for one in disagreement_processes.series(14, 3, 4) if one.fault]
+    faults = [one.line for one in disagreement_processes.series(10, 3, 4) if one.fault]
     assert faults == []
 
 
@@ -61,6 +61,7 @@ def test_a_store_that_ends_before_a_first_call() -> None:
     assert all(isinstance(one, commdsl.RendezvousError) for one in found.errors[1:]), found.line
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # steps of destructors, too
 def test_an_error_at_any_step() -> None:
     """A rank that raises at a step of a first call, a later one, one in place or `load` leaves no other rank waiting.
 

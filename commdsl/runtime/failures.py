@@ -93,7 +93,7 @@ def told(peer: int, line: Line, own: Words, rank: int, said: Said) -> OpError:
     elif line.differs:
         found = AgreementError(with_own(line.why, rank, own))
     else:
-        first = line if line.by == peer else said.heard(line.by)  # the report of the rank that knew first
+        first = line if line.by == peer else said.ask([line.by], 0.0).get(line.by)  # of the rank that knew first
         clauses = (_clause(line.by, first.words) if first else "", _clause(rank, own))
         found = PeerError(line.by, f"gave up: {line.why}", "; ".join(filter(None, clauses)))
     said.say(own, line.why, line.gone, by=line.by, differs=line.differs)
