@@ -20,7 +20,7 @@ from disagreements import series  # noqa: E402 - as above
 from thread_ranks import outcomes  # noqa: E402 - as above
 
 import commdsl  # noqa: E402 - as above
-from commdsl import ep  # noqa: E402 - as above
+from commdsl import attention, ep, overlap  # noqa: E402 - as above
 from commdsl.runtime import autograd, groups, heap  # noqa: E402 - as above
 from commdsl.runtime.errors import BrokenGroupError, HeapError, PeerError, TensorError  # noqa: E402 - as above
 from commdsl.runtime.joining import Joining  # noqa: E402 - as above
@@ -295,3 +295,28 @@ def test_an_async_call_that_one_rank_refuses() -> None:
     assert isinstance(found[1], TensorError), found
     assert isinstance(found[0], PeerError), found
     assert "complex64" in found[0].reason
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_all_reduce", "all_reduce_rms_norm", "attention"])
+def test_a_layer_that_one_rank_refuses(name: str, is_first: bool) -> None:
+    """Peers hear why, as of a collective: in a first call of the group and in a later one."""
+    names, x, rows = commdsl.threads(2), torch.ones(4, 8), torch.ones(1, 4, 2, 8)
+
+    def call(group: str, is_wrong: bool) -> Any:
+        match name:
+            case "all_reduce_rms_norm":
+                return overlap.all_reduce_rms_norm(x, x, torch.ones(7 if is_wrong else 8), group=group)
+            case "attention":
+                return attention.attention(torch.ones(1, 4, 3, 8) if is_wrong else rows, rows, rows, group=group)
+        return getattr(overlap, name)(x, torch.ones(4, 7 if is_wrong else 8), group=group)
+
+    def work(rank: int) -> Any:
+        if not is_first:
+            call(names[rank], is_wrong=False)
+        return call(names[rank], is_wrong=rank == 1)
+
+    found = on_ranks(names, work)
+    assert isinstance(found[1], TensorError), found
+    assert isinstance(found[0], PeerError), found
+    assert f"rank 1 gave up: `{name}` raised" in str(found[0])

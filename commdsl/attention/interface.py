@@ -61,35 +61,39 @@ def attention(
     a CUDA graph after a first call outside. Raises TensorError, ArgumentError, GroupError; MaskError where a schedule
     does not fit the mask; AgreementError where ranks ask for different things.
     """
-    if others:
-        arguments.refuse(others)
-    for one in (q, k, v):
-        if not isinstance(one, torch.Tensor) or one.layout is not torch.strided:
-            given.tensor("attention", one)
-    left, right = arguments.distances(causal, window)
-    out, lse, _ = _ops().sequence_attention(
-        q,
-        k,
-        v,
-        arguments.ends(cu_seqlens),
-        groups.name_of(group),
-        _schedule(schedule, (q, k, v), by_heads=not return_lse),
-        arguments.tuning_text(tune),
-        arguments.placement_text(placement),
-        length if length is None else arguments.whole("length", length, 0),
-        left,
-        right,
-        arguments.scaled(scale),
-        arguments.one_of("layout", layout, tuple(arguments.LAYOUTS)),
-        _text("kernel", kernel),
-    )
-    if not return_lse:
-        return out
-    if lse.dim() == 1:
-        raise ArgumentError(
-            f"`return_lse` is not for `{schedule}`: it exchanges heads for rows, and each rank has it of its heads"
+    try:
+        if others:
+            arguments.refuse(others)
+        for one in (q, k, v):
+            if not isinstance(one, torch.Tensor) or one.layout is not torch.strided:
+                given.tensor("attention", one)
+        left, right = arguments.distances(causal, window)
+        out, lse, _ = _ops().sequence_attention(
+            q,
+            k,
+            v,
+            arguments.ends(cu_seqlens),
+            groups.name_of(group),
+            _schedule(schedule, (q, k, v), by_heads=not return_lse),
+            arguments.tuning_text(tune),
+            arguments.placement_text(placement),
+            length if length is None else arguments.whole("length", length, 0),
+            left,
+            right,
+            arguments.scaled(scale),
+            arguments.one_of("layout", layout, tuple(arguments.LAYOUTS)),
+            _text("kernel", kernel),
         )
-    return out, lse
+        if not return_lse:
+            return out
+        if lse.dim() == 1:
+            raise ArgumentError(
+                f"`return_lse` is not for `{schedule}`: it exchanges heads for rows, and each rank has it of its heads"
+            )
+        return out, lse
+    except BaseException as error:
+        groups.report(error, group, (q,), "attention")
+        raise
 
 
 def _schedule(schedule: str, tensors: Sequence[torch.Tensor], *, by_heads: bool) -> str:

@@ -198,31 +198,35 @@ def _first_of(
     activation: str | None = None,
 ) -> Tensor:
     """What an operator gives, without rows that are for its gradients."""
-    given = [one for one in (*scales, bias, residual) if one is not None]
-    has_scales = len(given) > (bias is not None) + (residual is not None)
-    for one in (x, w, *given):
-        if not isinstance(one, Tensor) or one.layout is not torch.strided:
-            check_tensor(name, one)
-    has_end = has_scales or activation is not None
-    if has_end and torch.is_grad_enabled() and any(one.requires_grad for one in (x, w, *given)):
+    try:
+        given = [one for one in (*scales, bias, residual) if one is not None]
+        has_scales = len(given) > (bias is not None) + (residual is not None)
+        for one in (x, w, *given):
+            if not isinstance(one, Tensor) or one.layout is not torch.strided:
+                check_tensor(name, one)
+        has_end = has_scales or activation is not None
+        if has_end and torch.is_grad_enabled() and any(one.requires_grad for one in (x, w, *given)):
+            if has_scales:
+                raise GradientError(f"`{name}` of {FLOAT8} has no gradient: call it under torch.no_grad()")
+            check_activation(name, x, w, activation)
+            return activated(_first_of(name, x, w, group, bias), activation)
+        if torch._C._is_any_autocast_enabled():
+            x, w, bias = cast(x), cast(w), None if bias is None else cast(bias)
+        beside: dict[str, Any] = {}
         if has_scales:
-            raise GradientError(f"`{name}` of {FLOAT8} has no gradient: call it under torch.no_grad()")
-        check_activation(name, x, w, activation)
-        return activated(_first_of(name, x, w, group, bias), activation)
-    if torch._C._is_any_autocast_enabled():
-        x, w, bias = cast(x), cast(w), None if bias is None else cast(bias)
-    beside: dict[str, Any] = {}
-    if has_scales:
-        beside |= zip(("scale_x", "scale_w"), scales, strict=True)
-    if bias is not None:
-        beside["bias"] = bias
-    if residual is not None:
-        beside["residual"] = residual
-    if activation is not None:
-        beside["activation"] = activation
-    made = _operator(name, x, w, groups.name_of(group), **beside)
-    found: Tensor = made[0] if isinstance(made, tuple) else made
-    return found
+            beside |= zip(("scale_x", "scale_w"), scales, strict=True)
+        if bias is not None:
+            beside["bias"] = bias
+        if residual is not None:
+            beside["residual"] = residual
+        if activation is not None:
+            beside["activation"] = activation
+        made = _operator(name, x, w, groups.name_of(group), **beside)
+        found: Tensor = made[0] if isinstance(made, tuple) else made
+        return found
+    except BaseException as error:
+        groups.report(error, group, (x,), name)
+        raise
 
 
 def _operator(name: str, x: Tensor, w: Tensor, group_name: str, **beside: Any) -> Any:

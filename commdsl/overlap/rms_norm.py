@@ -47,17 +47,21 @@ def all_reduce_rms_norm(
     Raises TensorError (C951), GroupError (C953), AgreementError (C964) where ranks of one launch have another eps, and
     CaptureError (C955) in a capture that no call with this eps went before.
     """
-    for one in (x, residual, weight):
-        if not isinstance(one, Tensor) or one.layout is not torch.strided:
-            check_tensor("all_reduce_rms_norm", one)
-    given, others = (x, residual, weight), (eps, groups.name_of(group))
-    is_differentiated = torch.is_grad_enabled() and any(one.requires_grad for one in given)
-    found: tuple[Tensor, Tensor]
-    if is_differentiated and skips_dispatcher(given, but_gradients=True):
-        found = _Direct.apply(*given, *others)  # type: ignore[no-untyped-call] # torch's
-    else:
-        found = call(__name__, "all_reduce_rms_norm", _run, given, *others)
-    return found
+    try:
+        for one in (x, residual, weight):
+            if not isinstance(one, Tensor) or one.layout is not torch.strided:
+                check_tensor("all_reduce_rms_norm", one)
+        given, others = (x, residual, weight), (eps, groups.name_of(group))
+        is_differentiated = torch.is_grad_enabled() and any(one.requires_grad for one in given)
+        found: tuple[Tensor, Tensor]
+        if is_differentiated and skips_dispatcher(given, but_gradients=True):
+            found = _Direct.apply(*given, *others)  # type: ignore[no-untyped-call] # torch's
+        else:
+            found = call(__name__, "all_reduce_rms_norm", _run, given, *others)
+        return found
+    except BaseException as error:
+        groups.report(error, group, (x,), "all_reduce_rms_norm")
+        raise
 
 
 def _run(x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str) -> tuple[Tensor, Tensor]:
