@@ -186,6 +186,18 @@ def test_a_call_that_one_rank_refuses(calls_before: int) -> None:
     assert all(torch.equal(one, torch.full((24,), 3.0)) for one in total)
 
 
+def test_a_reset_after_a_first_call_that_one_rank_refuses() -> None:
+    """It is over for that rank, too, which had set nothing up: the next call is of all ranks, and right."""
+    names, op = commdsl.threads(2), commdsl.load(RING, ranks=2)
+    wrong, x = torch.ones(24, dtype=torch.complex64), torch.ones(24)
+    for _ in range(2):
+        found = on_ranks(names, lambda rank: op(wrong if rank else x, group=names[rank]))
+        assert [type(one) for one in found] == [PeerError, TensorError]
+        on_ranks(names, lambda rank: commdsl.reset(names[rank]))
+    total = on_ranks(names, lambda rank: op(x, group=names[rank]))
+    assert all(torch.equal(one, torch.full((24,), 2.0)) for one in total), total
+
+
 def test_a_group_whose_set_up_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks hear why, with a code; the next call says at once that the group is broken, and a reset mends it."""
     names, op, made = commdsl.threads(2), commdsl.load(RING, ranks=2), heap.Part
@@ -320,3 +332,22 @@ def test_a_layer_that_one_rank_refuses(name: str, is_first: bool) -> None:
     assert isinstance(found[1], TensorError), found
     assert isinstance(found[0], PeerError), found
     assert f"rank 1 gave up: `{name}` raised" in str(found[0])
+
+
+def test_a_preparation_that_one_rank_refuses() -> None:
+    """`prepare` and a profile are calls as others are: peers hear why one of them was not made."""
+    names, op = commdsl.threads(2), commdsl.load(RING, ranks=2)
+
+    def prepared(rank: int) -> Any:
+        dtype = "float32" if rank else torch.float32
+        return commdsl.prepare(["all_reduce"], 64, (dtype,), group=names[rank])  # type: ignore[arg-type]
+
+    def profiled(rank: int) -> Any:
+        return op.profiled(torch.ones(24), group=names[rank], op="none" if rank else "sum")
+
+    for what, work in (("prepare", prepared), (f"{RING}.profiled", profiled)):
+        found = on_ranks(names, work)
+        assert isinstance(found[1], commdsl.Error), found
+        assert isinstance(found[0], PeerError), found
+        assert f"rank 1 gave up: `{what}` raised" in str(found[0])
+        on_ranks(names, lambda rank: commdsl.reset(names[rank]))

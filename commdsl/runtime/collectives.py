@@ -236,20 +236,24 @@ def prepare(
 
     Every op among them keeps symmetric memory until `shutdown`, so name what will be called and no more.
     """
-    if isinstance(collectives, str):
-        collectives = (collectives,)
-    if max_bytes is not None:
-        given.whole("max_bytes", max_bytes, 0)
-    ranks, where, found = menu.size(group), device or menu.home(), dict[str, None]()
-    for collective in collectives:
-        for chosen in menu.of_group(collective, group, where, root).up_to(max_bytes):
-            found[chosen.name] = None
-            for dtype in dtypes:
-                given.element(dtype)
-                x = torch.zeros(ranks * 16, dtype=dtype, device=where)
-                for reduction in ops if chosen.has_reduction else ("sum",):
-                    chosen(x, group=group, op=reduction)
-    return tuple(found)
+    try:
+        if isinstance(collectives, str):
+            collectives = (collectives,)
+        if max_bytes is not None:
+            given.whole("max_bytes", max_bytes, 0)
+        ranks, where, found = menu.size(group), device or menu.home(), dict[str, None]()
+        for collective in collectives:
+            for chosen in menu.of_group(collective, group, where, root).up_to(max_bytes):
+                found[chosen.name] = None
+                for dtype in dtypes:
+                    given.element(dtype)
+                    x = torch.zeros(ranks * 16, dtype=dtype, device=where)
+                    for reduction in ops if chosen.has_reduction else ("sum",):
+                        chosen(x, group=group, op=reduction)
+        return tuple(found)
+    except BaseException as error:
+        groups.report(error, group, (), "prepare")
+        raise
 
 
 def _uneven(

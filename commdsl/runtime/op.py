@@ -131,17 +131,21 @@ class Op(CompiledOp):
         Collective as a call is, which is over with this. It is the last of several that are made: ranks come to it at
         the same time, and what takes a while the first time is over. Raises OpError where it has no time stamps.
         """
-        if others:
-            given.unexpected(f"{self.shown}.profiled", Op.profiled, others, self.input_names)
-        given.tensors(self.shown, inputs, self.num_inputs, self.num_scales)
-        inputs = tuple(tensor.detach() for tensor in inputs)
-        if not (plan := self.program(self.ranks).plan).is_visited and plan.moves.has_heads:
-            raise OpError(f"`{self.shown}` has as many rounds as peers say: its kernel has no time stamps")
-        call = self.stamped.bound(inputs, groups.name_of(group), given.asked(op, timeout, lengths))
-        for _ in range(BEFORE):
-            call(inputs)
-        outputs = call(inputs)
-        return outputs[0] if len(outputs) == 1 else tuple(outputs), call.profile()
+        try:
+            if others:
+                given.unexpected(f"{self.shown}.profiled", Op.profiled, others, self.input_names)
+            given.tensors(self.shown, inputs, self.num_inputs, self.num_scales)
+            inputs = tuple(tensor.detach() for tensor in inputs)
+            if not (plan := self.program(self.ranks).plan).is_visited and plan.moves.has_heads:
+                raise OpError(f"`{self.shown}` has as many rounds as peers say: its kernel has no time stamps")
+            call = self.stamped.bound(inputs, groups.name_of(group), given.asked(op, timeout, lengths))
+            for _ in range(BEFORE):
+                call(inputs)
+            outputs = call(inputs)
+            return outputs[0] if len(outputs) == 1 else tuple(outputs), call.profile()
+        except BaseException as error:
+            groups.report(error, group, inputs, f"{self.shown}.profiled")
+            raise
 
     def in_place(
         self,
