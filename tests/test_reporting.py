@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -44,11 +45,20 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMMDSL_TIMEOUT", "30")
 
 
-def everything() -> Iterator[Any]:
-    for room, table in TABLES.items():
-        for name, entry in table.items():
-            for mistake in (*entry.wrong, *(["keyword"] if entry.keyword else [])):
-                yield pytest.param(entry, mistake, id=f"{room}.{name}-{mistake}")
+def everything() -> list[Any]:
+    """Every mistake of every call. One of each call always runs, of the others a sample."""
+    entries = [(f"{room}.{name}", entry) for room, table in TABLES.items() for name, entry in table.items()]
+    found = []
+    for number, (name, entry) in enumerate(entries):
+        mistakes = [*entry.wrong, *(["keyword"] if entry.keyword else [])]
+        for at, mistake in enumerate(mistakes):
+            found.append(pytest.param(entry, mistake, id=f"{name}-{mistake}", marks=sampled(number, at, mistakes)))
+    return found
+
+
+def sampled(number: int, at: int, several: Sequence[Any]) -> Sequence[Any]:
+    """Return the marks of one of several cases. The one that always runs is another for each `number`."""
+    return () if at == number % len(several) else (pytest.mark.sweep,)
 
 
 def wrong(call: Call, entry: Entry, mistake: str) -> Call:
@@ -219,11 +229,18 @@ own instead.
 """
 
 
-@pytest.mark.parametrize("is_first", [False, True], ids=["later", "first"])
-@pytest.mark.parametrize(
-    ("room", "name", "mistake", "fullgraph"),
-    [*((*one, whole) for one in COMPILED for whole in (False, True)), *((*one, False) for one in LOOSE)],
-)
+def compiled_cases() -> list[Any]:
+    """Every way to compile each of them. One of each always runs, of the others a sample."""
+    found = []
+    for number, one in enumerate([*COMPILED, *LOOSE]):
+        ways = list(itertools.product((False, True) if one in COMPILED else (False,), (False, True)))
+        for at, (fullgraph, is_first) in enumerate(ways):
+            words = (*one, *(["fullgraph"] if fullgraph else []), "first" if is_first else "later")
+            found.append(pytest.param(*one, fullgraph, is_first, id="-".join(words), marks=sampled(number, at, ways)))
+    return found
+
+
+@pytest.mark.parametrize(("room", "name", "mistake", "fullgraph", "is_first"), compiled_cases())
 def test_a_mistake_in_what_is_compiled(room: str, name: str, mistake: str, fullgraph: bool, is_first: bool) -> None:
     """Within torch.compile the others hear of it, too, whether it is found in the call or while that is traced."""
     torch.compiler.reset()

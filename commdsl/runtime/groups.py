@@ -179,11 +179,12 @@ def _known(name: str, behind: object, device: torch.device) -> Communicator:
         announce()
         _refuse_failed(key, member, behind)
         made = _make(name, member, device)
-        present, steps = _EARLY.pop((name, device.type), (None, 0))
-        made.steps = 0 if present is None or present.number != made.bootstrap.number else steps
+        present, steps = _EARLY.pop((name, device.type), (made.bootstrap, 0))
+        made.steps = steps if present.number == made.bootstrap.number else 0
         try:
             made.open()
-        except BaseException:
+        except BaseException as error:
+            made.end_half_way(error)
             with _LOCK:
                 _FAILED[key] = (member, made)
             raise
@@ -212,7 +213,7 @@ def renew(name: str) -> None:
         early = [_EARLY.pop(key)[0] for key in tuple(_EARLY) if key[0] == name]
     for comm in failed:
         comm.close()
-    for present in early:
+    for present in early:  # as peers do, which have a set-up that failed to close
         present.end()
 
 

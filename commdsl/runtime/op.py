@@ -119,7 +119,7 @@ class Op(CompiledOp):
                 self._stamped = Op(self.name, asked, self.ranks, self._inverse, self._load)
             return self._stamped
 
-    @reported(what=_shown)
+    @reported(what=lambda op, /, *_, **__: f"`{op.shown}.profiled`")
     def profiled(
         self,
         *inputs: torch.Tensor,
