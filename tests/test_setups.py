@@ -79,6 +79,31 @@ def test_two_texts(tmp_path: Path) -> None:
             assert text.splitlines()[line - 1].strip() in str(error)
 
 
+@pytest.mark.parametrize("is_set_up", [False, True])
+def test_two_texts_of_one_name(is_set_up: bool, tmp_path: Path) -> None:
+    """Where the calls of two ranks have the same words and their schedules differ, both files and digests are shown:
+    in a first call as in one of two ops that both ranks have set up.
+    """
+    files, ops = [tmp_path / f"{name}.comm" for name in "ab"], []
+    for shift, file in enumerate(files):
+        text = RING.replace("(r - s)", f"(r - s + {shift})").replace("(r + 1 - s)", f"(r + 1 - s + {shift})")
+        file.write_text(f"# {tmp_path.name}\n{text}", encoding="utf-8")
+        ops.append(commdsl.load(file, ranks=2))
+    names = commdsl.threads(2)
+    if is_set_up:
+        for op in ops:
+            on_ranks(names, lambda rank, op=op: op(torch.zeros(20), group=names[rank]))
+    found = on_ranks(names, lambda rank: ops[rank](torch.zeros(20), group=names[rank]))
+
+    digests = [op.program(2).emitted.identity[:8] for op in ops]
+    assert digests[0] != digests[1]
+    for error in found:
+        assert isinstance(error, AgreementError)
+        for file, digest in zip(files, digests, strict=True):
+            assert f"{file}, digest {digest}" in str(error)
+        assert is_set_up == ("calls `allreduce_ring` on 80 bytes of float32, sum" in str(error))
+
+
 def test_another_tuning() -> None:
     """A schedule that ranks tune or parametrise differently is not the same: what differs is said, not a digest."""
     names = commdsl.threads(2)

@@ -17,6 +17,7 @@ from commdsl.attention.hamilton import Looping
 from commdsl.attention.peers import Place
 from commdsl.runtime import given
 from commdsl.runtime.errors import TensorError
+from commdsl.runtime.reporting import reported
 from commdsl.runtime.timing import CallTimes, Timing
 
 Tensor: TypeAlias = torch.Tensor
@@ -59,6 +60,7 @@ def _turned(out: Tensor) -> tuple[int, ...]:
 # --- rings ------------------------------------------------------------------------------------------------------------
 
 
+@reported("process_group")
 def ring_attention_forward_flash_attn(
     process_group: Any,
     q: Tensor,
@@ -83,6 +85,7 @@ def ring_attention_forward_flash_attn(
     return _ring(process_group, (q, k, v), "contiguous", causal, window_size, softmax_scale, None)
 
 
+@reported("process_group")
 def zigzag_ring_attention_forward_flash_attn(
     process_group: Any,
     q: Tensor,
@@ -104,6 +107,7 @@ def zigzag_ring_attention_forward_flash_attn(
     return _ring(process_group, (q, k, v), "zigzag", causal, window_size, softmax_scale, None)
 
 
+@reported("process_group")
 def ring_attention_forward_flash_attn_profile(
     process_group: Any,
     q: Tensor,
@@ -129,6 +133,7 @@ def ring_attention_forward_flash_attn_profile(
     return out, lse, timing.times()
 
 
+@reported("process_group")
 def zigzag_ring_attention_forward_flash_attn_profile(
     process_group: Any,
     q: Tensor,
@@ -157,6 +162,7 @@ def zigzag_ring_attention_forward_flash_attn_profile(
 # --- cycles -----------------------------------------------------------------------------------------------------------
 
 
+@reported("process_group")
 def hamilton_attention_forward_full_flash_attn(
     process_group: Any,
     q: Tensor,
@@ -185,6 +191,7 @@ def hamilton_attention_forward_full_flash_attn(
     return _hamilton(place, q, k, v, cycles, False, softmax_scale0, layout, None)
 
 
+@reported("process_group")
 def hamilton_attention_forward_causal_flash_attn(
     process_group: Any,
     q: Tensor,
@@ -211,6 +218,7 @@ def hamilton_attention_forward_causal_flash_attn(
     return _hamilton(place, q, k, v, cycles, True, softmax_scale0, layout, None)
 
 
+@reported("process_group")
 def hamilton_attention_forward_full_flash_attn_two_nodes(
     process_group: Any,
     q: Tensor,
@@ -237,6 +245,7 @@ def hamilton_attention_forward_full_flash_attn_two_nodes(
     return _hamilton(place, q, k, v, cycles, False, softmax_scale0, layout, None)
 
 
+@reported("process_group")
 def hamilton_attention_forward_full_flash_attn_profile(
     process_group: Any,
     q: Tensor,
@@ -259,6 +268,7 @@ def hamilton_attention_forward_full_flash_attn_profile(
     return out, lse, timing.times()
 
 
+@reported("process_group")
 def hamilton_attention_forward_causal_flash_attn_profile(
     process_group: Any,
     q: Tensor,
@@ -282,6 +292,7 @@ def hamilton_attention_forward_causal_flash_attn_profile(
     return out, lse, timing.times()
 
 
+@reported("process_group")
 def hamilton_attention_forward_full_flash_attn_two_nodes_profile(
     process_group: Any,
     q: Tensor,

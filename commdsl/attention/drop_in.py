@@ -18,6 +18,7 @@ from commdsl.attention.placement import Placement
 from commdsl.attention.sequence import Ends
 from commdsl.machine.errors import ArgumentError
 from commdsl.runtime.errors import TensorError
+from commdsl.runtime.reporting import reported
 
 NAME = "scaled_dot_product_attention"
 
@@ -77,6 +78,7 @@ class sequence_parallel(TorchFunctionMode):
             )
         return func(*args, **(kwargs or {}))
 
+    @reported(lambda within, /, *_, **__: within._settings["group"], lambda *_, **__: f"`{NAME}`")
     def _attend(
         self,
         query: torch.Tensor,

@@ -17,11 +17,13 @@ import torch
 from commdsl.runtime import groups, menu
 from commdsl.runtime.operators import define
 from commdsl.runtime.registry import registry
+from commdsl.runtime.reporting import reported
 
 Tensor: TypeAlias = torch.Tensor
 
 TAIL = "str group, int dim, int[] lengths, str placement"
 GATHER, SCATTER = f"sequence_gather(Tensor x, {TAIL}) -> Tensor", f"sequence_scatter(Tensor x, {TAIL}) -> Tensor"
+SHOWN, SHOWN_BACK = "`unshard_sequence`", "the gradient of `unshard_sequence`"
 
 _LOCK = threading.Lock()
 
@@ -58,8 +60,8 @@ def library() -> None:
 @cache
 def _define() -> None:
     made = registry().library
-    define(made, GATHER, _gather, _fake_gather)
-    define(made, SCATTER, _scatter, _fake_scatter)
+    define(made, GATHER, _gather, _fake_gather, SHOWN)
+    define(made, SCATTER, _scatter, _fake_scatter, SHOWN_BACK)
     for name, back in (("sequence_gather", "sequence_scatter"), ("sequence_scatter", "sequence_gather")):
         torch.library.register_autograd(f"commdsl::{name}", _backward(back), setup_context=_keep, lib=made)
 
@@ -93,6 +95,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(name: str) -> Any:
+    @reported(lambda ctx, *_: ctx.said[0], lambda *_: SHOWN_BACK)
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         found: Tensor = getattr(torch.ops.commdsl, name)(gradient.contiguous(), *ctx.said)
         return (found, *(None for _ in ctx.said))

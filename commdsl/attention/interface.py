@@ -17,8 +17,10 @@ from commdsl.attention.placement import Placement
 from commdsl.attention.sequence import Ends
 from commdsl.machine.errors import ArgumentError
 from commdsl.runtime import given, groups
+from commdsl.runtime.reporting import reported
 
 
+@reported()
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

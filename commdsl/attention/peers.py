@@ -18,13 +18,14 @@ from commdsl.runtime.collectives import all_to_all
 from commdsl.runtime.errors import OpError, TensorError
 from commdsl.runtime.load import load
 from commdsl.runtime.op import Op
+from commdsl.runtime.reporting import reported
 
 
 class Place:
     """`rank` and `world_size`: of this process in a group. `name`: the group's."""
 
     def __init__(self, process_group: Any) -> None:
-        self.name = groups.name_of(process_group)
+        self.name = self.group_name = groups.name_of(process_group)
         self.world_size = menu.size(process_group)
         self.rank = groups.own_rank(self.name)
 
@@ -83,6 +84,7 @@ class RingComm(Comm):
         self._begun = 0
         self._is_committed = False
 
+    @reported("self")
     def send_recv(self, to_send: torch.Tensor, recv_tensor: torch.Tensor | None = None) -> torch.Tensor:
         """Begins to send a contiguous tensor; returns `recv_tensor`, or a new one, which after `wait` has what the rank
         before sent: of the same shape and dtype. Raises TensorError.
@@ -93,6 +95,7 @@ class RingComm(Comm):
             return self._beside((to_send,), lambda: self._shifted(to_send))
         return self._beside((to_send, recv_tensor), lambda: recv_tensor.copy_(self._shifted(to_send)))
 
+    @reported("self")
     def send_recv_kv(
         self,
         k: torch.Tensor,
@@ -132,6 +135,7 @@ class RingComm(Comm):
 class A2AComm(Comm):
     """Sends a tensor to every rank of a group and receives one from each. `process_group` as of `RingComm`."""
 
+    @reported("self")
     def all_to_all(self, send_tensors: Sequence[torch.Tensor], recv_tensors: Sequence[torch.Tensor]) -> None:
         """Begins to send `send_tensors[p]` to rank p; after `wait`, `recv_tensors[p]` has what rank p sent here.
 

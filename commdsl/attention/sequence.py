@@ -21,6 +21,7 @@ from commdsl.attention.placement import Placement
 from commdsl.machine.errors import ArgumentError
 from commdsl.runtime import given, groups, menu
 from commdsl.runtime.errors import TensorError
+from commdsl.runtime.reporting import reported
 
 Ends: TypeAlias = "Sequence[int] | torch.Tensor | None"
 """Where documents begin in a packed sequence, and where the last ends: [0, 5, 12] are two, of 5 and 7 tokens."""
@@ -42,6 +43,7 @@ def shard_sequence(
     return _taken(x, dim, own)
 
 
+@reported()
 def unshard_sequence(
     x: torch.Tensor,
     dim: int,

@@ -21,10 +21,12 @@ from commdsl.runtime import groups
 from commdsl.runtime.errors import GradientError
 from commdsl.runtime.operators import define
 from commdsl.runtime.registry import registry
+from commdsl.runtime.reporting import reported
 
 Tensor: TypeAlias = torch.Tensor
 
 FORWARD, BACKWARD = "sequence_attention", "sequence_attention_backward"
+SHOWN, SHOWN_BACK = "`attention`", "the gradient of `attention`"
 
 _LOCK = threading.Lock()
 
@@ -40,9 +42,9 @@ def _define() -> None:
     made = registry().library
     tail = f"Tensor? cu_seqlens, {SCHEMA}"
     given, results = "Tensor q, Tensor k, Tensor v", "(Tensor, Tensor, Tensor[])"
-    define(made, f"{FORWARD}({given}, {tail}) -> {results}", run.forward, _fake)
+    define(made, f"{FORWARD}({given}, {tail}) -> {results}", run.forward, _fake, SHOWN)
     given, results = f"Tensor dout, {given}, Tensor out, Tensor lse, Tensor[] kept", "(Tensor, Tensor, Tensor)"
-    define(made, f"{BACKWARD}({given}, {tail}) -> {results}", run.backward, _fake_back)
+    define(made, f"{BACKWARD}({given}, {tail}) -> {results}", run.backward, _fake_back, SHOWN_BACK)
     torch.library.register_autograd(f"commdsl::{FORWARD}", _backward, setup_context=_setup, lib=made)
     torch.library.register_autograd(f"commdsl::{BACKWARD}", _refuse, setup_context=_nothing, lib=made)
 
@@ -113,6 +115,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list
     ctx.save_for_backward(q, k, v, cu_seqlens, out, lse, *kept)
 
 
+@reported(lambda ctx, *_: ctx.asked[0], lambda *_: SHOWN_BACK)
 def _backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     q, k, v, cu_seqlens, out, lse, *kept = ctx.saved_tensors
     made = torch.ops.commdsl.sequence_attention_backward(dout, q, k, v, out, lse, kept, cu_seqlens, *ctx.asked)

@@ -24,6 +24,7 @@ from commdsl.runtime.eager import skips_dispatcher
 from commdsl.runtime.errors import DispatchError, TensorError
 from commdsl.runtime.operators import define
 from commdsl.runtime.registry import registry
+from commdsl.runtime.reporting import reported
 
 SCHEMA = (
     "move_rows(Tensor[] inputs, Tensor there, Tensor back, SymInt[] rows, str way, bool clear, bool clear_back, "
@@ -44,6 +45,7 @@ class Dispatcher(Launcher):
         register_attention()
 
     @classmethod
+    @reported()
     def for_tokens(
         cls,
         tokens: int,
@@ -62,6 +64,7 @@ class Dispatcher(Launcher):
         ranks = groups.size_of(groups.name_of(group)) or 1
         return cls(Limits.for_tokens(tokens, ranks, widths), group, device, **options)
 
+    @reported("self")
     def attend(
         self,
         q: torch.Tensor,
@@ -92,6 +95,7 @@ class Dispatcher(Launcher):
     def __reduce__(self) -> NoReturn:
         raise DispatchError("a Dispatcher has memory on a group, and is not copied or saved: make one where it is used")
 
+    @reported("self")
     def dispatch_qkv(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, route: Route, *, padded: bool = False
     ) -> tuple[torch.Tensor, ...]:
@@ -107,6 +111,7 @@ class Dispatcher(Launcher):
         rows = (self.limits.queries, self.limits.keys) if padded else (route.queries, route.keys)
         return self._move(tensors, route, Way.ALL, rows, (route.rows, route.rows), padded)
 
+    @reported("self")
     def collect_qkv(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, route: Route, *, padded: bool = False
     ) -> tuple[torch.Tensor, ...]:
@@ -121,11 +126,13 @@ class Dispatcher(Launcher):
         rows = self.limits.rows if padded else route.rows
         return self._move(tensors, route, Way.ALL_BACK, (rows, rows), (route.queries, route.keys), padded)
 
+    @reported("self")
     def dispatch(self, x: torch.Tensor, route: Route, *, padded: bool = False) -> torch.Tensor:
         """Rows of x to the ranks of `route`'s queries: (route.rows, ...) to (route.queries, ...)."""
         rows = self.limits.queries if padded else checked(route).queries
         return self._move((x,), route, Way.QUERIES, (rows, 0), (route.rows, 0), padded)[0]
 
+    @reported("self")
     def collect(self, x: torch.Tensor, route: Route, *, padded: bool = False) -> torch.Tensor:
         """The way back of `dispatch`: (route.queries, ...) to (route.rows, ...). The copies of a row are summed as in
         `collect_qkv`, where the dispatch's route has copies; rows that went nowhere are zero.
@@ -143,29 +150,25 @@ class Dispatcher(Launcher):
         padded: bool,
         about: str = "",
     ) -> tuple[torch.Tensor, ...]:
-        try:
-            asked = rows, expected, padded, about
-            if not skips_dispatcher(tensors, but_gradients=True):
-                there, back, counts = self._judged(tensors, route, way, asked)
-                return tuple(
-                    torch.ops.commdsl.move_rows(
-                        list(tensors), there, back, counts, way.value, False, padded, self.name, about
-                    )
+        asked = rows, expected, padded, about
+        if not skips_dispatcher(tensors, but_gradients=True):
+            there, back, counts = self._judged(tensors, route, way, asked)
+            return tuple(
+                torch.ops.commdsl.move_rows(
+                    list(tensors), there, back, counts, way.value, False, padded, self.name, about
                 )
-            name = self.name, way.value
-            found = route.repeats.get(name)
-            if found is None or not found.serves(asked, tensors):
-                there, back, counts = self._judged(tensors, route, way, asked)
-                found = Repeat(asked, tensors[0].device, there, back, self.call(tensors, counts, way, about))
-                route.repeats[name] = found
-            if torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in tensors]:
-                self.judge_gradients(tensors, way)
-                apply: Any = _Moved.apply  # torch does not type it
-                return tuple(apply(self, found, way, *tensors))
-            return tuple(self.again(found.call, tensors, found.there, way))
-        except BaseException as error:
-            groups.report(error, self.group_name, tensors, self.plan.name)
-            raise
+            )
+        name = self.name, way.value
+        found = route.repeats.get(name)
+        if found is None or not found.serves(asked, tensors):
+            there, back, counts = self._judged(tensors, route, way, asked)
+            found = Repeat(asked, tensors[0].device, there, back, self.call(tensors, counts, way, about))
+            route.repeats[name] = found
+        if torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in tensors]:
+            self.judge_gradients(tensors, way)
+            apply: Any = _Moved.apply  # torch does not type it
+            return tuple(apply(self, found, way, *tensors))
+        return tuple(self.again(found.call, tensors, found.there, way))
 
     def _judged(
         self, tensors: tuple[torch.Tensor, ...], route: Route, way: Way, asked: Asked
@@ -264,6 +267,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.rest = (Way(way).reversed.value, clear_back, clear, name, about)
 
 
+@reported(lambda ctx, *_: known(ctx.rest[3]), lambda *_: "the gradient of a dispatch")
 def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     there, back = ctx.saved_tensors
     device = there.device

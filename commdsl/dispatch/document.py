@@ -20,6 +20,7 @@ from commdsl.dispatch.simulate import orchestrate_simulate
 from commdsl.dispatch.validator import validate
 from commdsl.runtime import given
 from commdsl.runtime.errors import TensorError
+from commdsl.runtime.reporting import reported
 
 
 class Arguments(Protocol):
@@ -33,6 +34,7 @@ class Arguments(Protocol):
     seed: int
 
 
+@reported("buffers")
 def dispatch_kernel(
     send_tensor: torch.Tensor,
     recv_tensor: torch.Tensor,

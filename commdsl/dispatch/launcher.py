@@ -28,6 +28,7 @@ from commdsl.runtime.launches import ROW_BYTES, Arguments, Launches, default_dev
 from commdsl.runtime.load import Kernels, Where, definition
 from commdsl.runtime.pool import results_of, row_bytes
 from commdsl.runtime.program import Definition, RoutedProgram, routed_program
+from commdsl.runtime.reporting import reported
 from commdsl.runtime.tensors import element_name, in_backward
 from commdsl.runtime.workspace import Start, listed
 
@@ -53,6 +54,7 @@ _address = torch.Tensor.data_ptr
 class Launcher:
     """One rank's end of a dispatch: it launches calls that a table describes."""
 
+    @reported()
     def __init__(
         self,
         limits: Limits,
@@ -87,12 +89,12 @@ class Launcher:
         make no sense.
         """
         self.device = torch.device(device) if device is not None else default_device()
-        self._comm = groups.of(groups.name_of(group), self.device)
+        self.comm = groups.of(groups.name_of(group), self.device)
         self.limits = limits
         if results < 1:
             raise DispatchError(f"expected 1 or more `results`, got {results}: they land in the last place")
         tuned = {**(tune or {}), **({} if put is None else {"put": put})}
-        self._program = _found(definition(source, name, params, on, tuned, kernels), self._comm)
+        self._program = _found(definition(source, name, params, on, tuned, kernels), self.comm)
         self.plan, back = self._program.plan, self._program.dispatch.back
         self._returning = back.names if back is not None else ()
         limits.judge(self.plan)
@@ -104,11 +106,11 @@ class Launcher:
         room = self._layout.size - self.plan.symmetric_bytes
         seconds = given.seconds(timeout)
         terms = {**asdict(limits), "results": results, "put packed": self.plan.push.packed, "check": check}
-        self._launches = Launches(self._comm, self.plan, self._program.emitted, room, self.explain, terms, seconds)
+        self._launches = Launches(self.comm, self.plan, self._program.emitted, room, self.explain, terms, seconds)
         begin, sizes = self._layout.results, self._layout.result_bytes
         self._pool = self._launches.pool(begin, sizes, results - 1)
         self._landing = self._launches.pool(begin + (results - 1) * sum(sizes), sizes, 1)
-        self.name = f"{self.plan.name}/{self._comm.name}/{self._launches.number}/{id(self):x}"
+        self.name = f"{self.plan.name}/{self.comm.name}/{self._launches.number}/{id(self):x}"
         self._starts: dict[str, Start] = {}
         self._calls: dict[Way, Call] = {}  # the last of each
         self._routes: weakref.WeakSet[Route] = weakref.WeakSet()
@@ -152,12 +154,13 @@ class Launcher:
 
     @property
     def group_name(self) -> str:
-        return self._comm.name
+        return self.comm.name
 
     def admit(self, route: Route, wanted: Form, waiting: Sequence[int]) -> None:
         if not self._launches.is_closed:
             self.limits.admit(self.plan, route, wanted, waiting)
 
+    @reported("self")
     def launch(
         self,
         inputs: Sequence[torch.Tensor],
@@ -171,12 +174,8 @@ class Launcher:
         """One call: new tensors of `rows` rows each. With `clear` what the table leaves out is zero. `about`: as of
         `call`.
         """
-        try:
-            self._refuse(way)
-            return self._make(self.call(inputs, rows, way, about), inputs, table, clear=clear)
-        except BaseException as error:
-            groups.report(error, self.group_name, inputs, self.plan.name)
-            raise
+        self._refuse(way)
+        return self._make(self.call(inputs, rows, way, about), inputs, table, clear=clear)
 
     def again(self, call: Call, inputs: Sequence[torch.Tensor], table: torch.Tensor, way: Way) -> list[torch.Tensor]:
         """One call more, on tensors like those that it was worked out for."""
@@ -190,8 +189,8 @@ class Launcher:
 
     def synchronize(self) -> None:
         """Waits for this rank's calls and raises what went wrong in them."""
-        self._comm.finish()
-        self._comm.check()
+        self.comm.finish()
+        self.comm.check()
 
     def explain(self, record: ErrorRecord) -> Exception:
         """What a kernel of this rank reported that is no time-out, in words."""
@@ -203,7 +202,7 @@ class Launcher:
 
     def _refuse(self, way: Way) -> None:
         """Raises where no call can be made now, or ranks are about to make different ones."""
-        comm = self._comm
+        comm = self.comm
         comm.ready()
         if comm.compares:
             comm.compare(f"`{self.plan.name}` for {way.value}{in_backward()}")
@@ -225,11 +224,11 @@ class Launcher:
 
     def make(self, route: Route, way: Way, widths: tuple[int, ...]) -> Pair:
         """The tables of a call and of its way back, once the Route is admitted."""
-        self._comm.refuse_setup(self.plan.name)
-        if route.num_ranks != self._comm.size or route.rank != self._comm.rank:
+        self.comm.refuse_setup(self.plan.name)
+        if route.num_ranks != self.comm.size or route.rank != self.comm.rank:
             raise DispatchError(
-                f"the Route is rank {route.rank}'s of {route.num_ranks}; this is rank {self._comm.rank} of "
-                f"{self._comm.size}"
+                f"the Route is rank {route.rank}'s of {route.num_ranks}; this is rank {self.comm.rank} of "
+                f"{self.comm.size}"
             )
         if route.device.type != self.device.type:
             raise DispatchError(f"the Route's tables are on {route.device}, this Dispatcher is on {self.device}")
@@ -265,7 +264,7 @@ class Launcher:
         widths, here, there = [*map(row_bytes, inputs)], [*map(len, inputs)], shapes[0]
         moved = sum(max(pair) * max(width, ROW_BYTES) for width, *pair in zip(widths, here, there, strict=True))
         words = (*widths, *pad, *here, *pad, *there, *pad)
-        last = self._digest(inputs, dtype, about), self._comm.rank, self._launches.lanes(moved, LANE_BYTES)
+        last = self._digest(inputs, dtype, about), self.comm.rank, self._launches.lanes(moved, LANE_BYTES)
         return Call(way.goes, shapes, results, start, pad, (*words, *last), about)
 
     def _digest(self, inputs: Sequence[torch.Tensor], summed: str, about: str) -> int:

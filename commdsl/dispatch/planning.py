@@ -23,6 +23,7 @@ from commdsl.machine.errors import ArgumentError
 from commdsl.planner import documents, packing
 from commdsl.runtime import groups
 from commdsl.runtime.launches import default_device
+from commdsl.runtime.reporting import reported
 
 KEPT = 64
 """So many Routes are remembered, with the tables that calls have asked for."""
@@ -30,6 +31,7 @@ KEPT = 64
 Lengths: TypeAlias = tuple[tuple[int, ...], ...]
 
 
+@reported()
 def plan(
     lengths: Iterable[Iterable[int]],
     *,

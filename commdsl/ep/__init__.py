@@ -7,8 +7,8 @@ Importing this imports nothing else; each name below loads what it needs when it
     limits     the most that any call moves -> symmetric memory
     way_there  the ways there: their memory, their kernels, what a call passes to them
     way_back   one way back: its memory, its kernels, what a call passes to them
-    reporting  a call that raises before it launches -> an error that all ranks hear of
     pending    a call of two launches, between them
+    handles    what a rank holds of a call there, and what calls back need
     experts    one rank's end: the calls that launch
     living     the ranks that are left of a group, and their keys
     exchange   the same with a value for each row, and both ways of values: what gradients need
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from commdsl.ep.context import DispatchCombineContext as DispatchCombineContext
     from commdsl.ep.exchange import Exchange as Exchange
     from commdsl.ep.experts import Experts as Experts
-    from commdsl.ep.experts import Handle as Handle
-    from commdsl.ep.experts import Received as Received
     from commdsl.ep.float8 import Quantised as Quantised
     from commdsl.ep.functional import Dispatched as Dispatched
     from commdsl.ep.functional import combine as combine
     from commdsl.ep.functional import dequantise as dequantise
     from commdsl.ep.functional import dispatch as dispatch
+    from commdsl.ep.handles import Handle as Handle
+    from commdsl.ep.handles import Received as Received
     from commdsl.ep.layer import EPAll2AllLayer as EPAll2AllLayer
     from commdsl.ep.layout import EPAllToAllLayoutDesc as EPAllToAllLayoutDesc
     from commdsl.ep.limits import Limits as Limits
@@ -76,14 +76,14 @@ __getattr__, __dir__ = lazy(
         "EPConfig": "commdsl.ep.config",
         "Exchange": "commdsl.ep.exchange",
         "Experts": "commdsl.ep.experts",
-        "Handle": "commdsl.ep.experts",
+        "Handle": "commdsl.ep.handles",
         "KeysError": "commdsl.runtime.errors",
         "KeyMap": "commdsl.ep.living",
         "Limits": "commdsl.ep.limits",
         "Living": "commdsl.ep.living",
         "Pending": "commdsl.ep.pending",
         "Quantised": "commdsl.ep.float8",
-        "Received": "commdsl.ep.experts",
+        "Received": "commdsl.ep.handles",
         "combine": "commdsl.ep.functional",
         "dequantise": "commdsl.ep.functional",
         "dispatch": "commdsl.ep.functional",

@@ -17,6 +17,7 @@ from commdsl.runtime import groups
 from commdsl.runtime.errors import DispatchError
 from commdsl.runtime.given import Patience, whole
 from commdsl.runtime.load import Kernels
+from commdsl.runtime.reporting import reported
 
 
 class DispatchCombineContext:
@@ -30,6 +31,7 @@ class DispatchCombineContext:
         self.exchange = self._new(received)
 
     @classmethod
+    @reported()
     def create(
         cls,
         ep_config: EPConfig,
@@ -88,6 +90,7 @@ class DispatchCombineContext:
         """(capacity,) float32: where their weights come to lie; as `dispatch_output_buf`."""
         return self._coming[1]
 
+    @reported(lambda context, /, *_, **__: context.exchange)
     def reallocate_dispatch_output_buf(self, dispatch_recv_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Collective: room for at least so many rows to come to a rank. What came before stays where it is. Returns
         `dispatch_output_buf` and `weight_recv_buf`: new ones, where there was less room. Raises DispatchError (C961)

@@ -16,6 +16,7 @@ from commdsl.ep import functional
 from commdsl.ep.exchange import Exchange
 from commdsl.ep.functional import Dispatched
 from commdsl.runtime.errors import DispatchError
+from commdsl.runtime.reporting import reported
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -96,6 +97,10 @@ class Ways:
 # --- vLLM -------------------------------------------------------------------------------------------------------------
 
 
+def _exchange_of(engine: PrepareAndFinalize | Dispatcher, /, *_: Any, **__: Any) -> Exchange:
+    return engine._ways.exchange
+
+
 class ExpertTokens(NamedTuple):
     """vLLM's ExpertTokensMetadata: how many rows each of this rank's experts has."""
 
@@ -147,6 +152,7 @@ class PrepareAndFinalize:
     def supports_async(self) -> bool:
         return False
 
+    @reported(_exchange_of)
     def prepare(
         self,
         a1: Tensor,
@@ -193,6 +199,7 @@ class PrepareAndFinalize:
             weights[:length, None],
         )
 
+    @reported(_exchange_of)
     def finalize(
         self,
         output: Tensor,
@@ -291,11 +298,13 @@ class Dispatcher:
         self._found: Dispatched | None = None
         self._home: Tensor | None = None
 
+    @reported(_exchange_of)
     def dispatch(self, hidden_states: Tensor, topk_output: TopK) -> NormalOutput | LowLatencyOutput:
         """hidden_states: (T, H)."""
         self.dispatch_a(hidden_states, topk_output)
         return self.dispatch_b()
 
+    @reported(_exchange_of)
     def dispatch_a(self, hidden_states: Tensor, topk_output: TopK) -> None:
         """Raises CaptureError (C955) for normal mode in a capture."""
         if not self._low_latency:
@@ -321,11 +330,13 @@ class Dispatcher:
         of_scales = None if scales is None else scales[:length]
         return NormalOutput(rows[:length], of_scales, ids, found.weights[:length, None], counts)
 
+    @reported(_exchange_of)
     def combine(self, combine_input: Made) -> Tensor:
         """(T, H): the sum over the choices of each token."""
         self.combine_a(combine_input)
         return self.combine_b()
 
+    @reported(_exchange_of)
     def combine_a(self, combine_input: Made) -> None:
         """Raises DispatchError (C961) where no dispatch went before."""
         ways, found = self._ways, self._found

@@ -13,13 +13,16 @@ from typing import Any, NoReturn
 
 import torch
 
-from commdsl.ep.experts import Experts, Handle, Received
+from commdsl.ep.experts import Experts
 from commdsl.ep.float8 import Quantised, flat, paired
+from commdsl.ep.handles import Handle, Received
 from commdsl.ep.limits import Limits
 from commdsl.runtime import given, groups
+from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.errors import CaptureError, DispatchError
 from commdsl.runtime.given import Patience
 from commdsl.runtime.load import Kernels
+from commdsl.runtime.reporting import reported
 from commdsl.runtime.workspace import listed
 
 ENTRY = 0xFFFFFFFF
@@ -41,6 +44,7 @@ MOST_SMS = 132
 class Exchange:
     """Moves rows to the ranks of their keys with a value for each, once to a rank, and what became of them back."""
 
+    @reported()
     def __init__(
         self,
         limits: Limits,
@@ -101,6 +105,7 @@ class Exchange:
     def __reduce__(self) -> NoReturn:
         raise DispatchError("an Exchange has memory on a group, and is not copied or saved: make it where it is used")
 
+    @reported("self")
     def dispatch(
         self,
         rows: tuple[torch.Tensor, ...],
@@ -121,11 +126,13 @@ class Exchange:
             found = replace(found, values=torch.where(found.handle.origins == PADDING, 0.0, found.values))
         return found
 
+    @reported("self")
     def dispatch_again(self, rows: torch.Tensor, handle: Handle) -> torch.Tensor:
         """Other rows of the same routing, to the same places."""
         found = self.experts.dispatch_again(rows, handle)
         return found if self.experts.has_room_again or self.experts.is_capturing else found.clone()
 
+    @reported("self")
     def combine(self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None = None) -> torch.Tensor:
         """For each row of the call there the sum over its keys of (weight times) what became of it. weights: (rows of
         the call there, keys), or with `local_combine` one for each of the rows that go back. All ranks give weights, or
@@ -138,6 +145,7 @@ class Exchange:
             weights = torch.ones(len(rows) if self.local_combine else handle.keys.shape, device=rows.device)
         return self.experts.combine(rows, handle, weights, about=about)
 
+    @reported("self")
     def combine_values(self, values: torch.Tensor, handle: Handle) -> torch.Tensor:
         """A float32 for each received row, (n,), to its entry on its source: (rows, keys of a row), zero if dropped."""
         return self.experts.combine_values(values, handle)
@@ -164,6 +172,11 @@ class Exchange:
     def stretches(self) -> tuple[int, ...]:
         """By tensor, how many elements have a scale; 0 where it does not travel in float8."""
         return (self.float8, *(0 for _ in self.limits.widths[1:]))
+
+    @property
+    def comm(self) -> Communicator:
+        """This rank's end of the group."""
+        return self.experts.comm
 
     @property
     def rank(self) -> int:

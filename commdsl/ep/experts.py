@@ -7,15 +7,15 @@ for the device. A call runs on the current stream, and a CUDA graph can capture 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch
 
 from commdsl.ep.float8 import paired
+from commdsl.ep.handles import Handle, Received
 from commdsl.ep.limits import Limits, whole
 from commdsl.ep.pending import Call, Pending, finish_lost
-from commdsl.ep.reporting import reported
 from commdsl.ep.way_back import SUMMED, WayBack
 from commdsl.ep.way_there import Known, WayAgain, WayThere
 from commdsl.ir.dispatches import ByKey
@@ -27,47 +27,17 @@ from commdsl.runtime.kept import keep
 from commdsl.runtime.launches import Launches, default_device
 from commdsl.runtime.load import Kernels, Where, definition
 from commdsl.runtime.program import routed_program
+from commdsl.runtime.reporting import reported
 from commdsl.runtime.tensors import element_name, in_backward
 from commdsl.runtime.workspace import listed
 
 MOST_DIGESTS = 256  # kinds of call that are kept
 
 
-@dataclass(frozen=True, eq=False)
-class Handle:
-    """The routing of one dispatch, which `combine` and `dispatch_again` need. `keys` must not change until then."""
-
-    keys: torch.Tensor  # (T, K)
-    counts: torch.Tensor
-    origins: torch.Tensor  # (R,) int64, of each place: entry t * K + k in bits 0-31, source rank in 32-47, in 48-54 how
-    # many ranks with keys of the row are lower than this one, of its node where rows go once per node; the sign: it is
-    # the row's first here. -1: it has no row
-    offsets: torch.Tensor
-    places: torch.Tensor  # (T, K) int32: where each row of this rank is on the rank of its key, -1 if dropped
-    mates: torch.Tensor | None = None  # (P, Limits.rows, K) int32: by source rank and row the places
-    # here of its keys, -1 of one that is elsewhere; behind a rank's rows nothing is written
-    values: torch.Tensor | None = None  # beside each row, where they travel
-
-
-@dataclass(frozen=True, eq=False)
-class Received:
-    """What a rank holds after a call there: R = Limits.received places, of which the first offsets[-1] count.
-
-    Behind the rows of each key come rows of zeros up to a multiple of what the dispatch says (`aligned`).
-    """
-
-    rows: Any  # a tensor, or a tuple of them as was sent; by index only the places that `index` names have their row.
-    # For one that travels in float8: Quantised, rows in float8 and their scales
-    counts: torch.Tensor  # (E / P, P) int32: rows by the rank's own keys, in their order, and by source rank
-    offsets: torch.Tensor  # (E / P,) int32: where the rows of each key end, with what is behind them
-    values: torch.Tensor | None  # (R,) float32, where the dispatch has a value beside each row
-    index: torch.Tensor | None  # (R,) int32, where it goes by index: the place that has the row, -1 for none
-    handle: Handle
-
-
 class Experts:
     """Moves rows to the ranks of their keys and back, summed by weight, sorted by (key, source rank, row)."""
 
+    @reported()
     def __init__(
         self,
         limits: Limits,
@@ -98,22 +68,22 @@ class Experts:
         make no sense.
         """
         self.device = torch.device(device) if device is not None else default_device()
-        self._comm = groups.of(groups.name_of(group), self.device)
+        self.comm = groups.of(groups.name_of(group), self.device)
         made = routed_program(
             definition(source, name, params, on, tune, kernels),
-            self._comm.size,
-            self._comm.transport,
-            self._comm.config,
+            self.comm.size,
+            self.comm.transport,
+            self.comm.config,
         )
         (route, *others) = made.dispatch.routes
         if others or not isinstance(route, ByKey):
             raise DispatchError(f"`{made.plan.name}` goes by tables: make a `dispatch.Dispatcher` of it")
         self.limits, self.plan = limits, made.plan
-        self.keys_a_rank = route.num_keys // self._comm.size
+        self.keys_a_rank = route.num_keys // self.comm.size
         limits.judge(made.plan, None if made.back is None else made.back[0])
         macros = ("COMMDSL_CHECK=1",) if check else ()
         agreed = {**asdict(limits), "results": results, "check": check, **(terms or {})}
-        known = Known(self._comm, limits, results, macros, self.explain, agreed, given.seconds(timeout))
+        known = Known(self.comm, limits, results, macros, self.explain, agreed, given.seconds(timeout))
         self._there = WayThere(known, (made.plan, made.emitted))
         self._again = WayAgain(known, made.again) if made.again is not None and limits.width_again else None
         self._digests: dict[tuple[object, ...], int] = {}
@@ -125,6 +95,7 @@ class Experts:
     def __reduce__(self) -> NoReturn:
         raise DispatchError("Experts have memory on a group and are not copied or saved: make them where they are used")
 
+    @reported("self")
     def dispatch(
         self,
         rows: torch.Tensor | tuple[torch.Tensor, ...],
@@ -147,6 +118,7 @@ class Experts:
         """
         return self._dispatch(rows, keys, values, about).whole()
 
+    @reported("self")
     def dispatch_send(
         self,
         rows: torch.Tensor | tuple[torch.Tensor, ...],
@@ -160,7 +132,6 @@ class Experts:
         """
         return Pending(self._dispatch(rows, keys, values), self._go_on)
 
-    @reported
     def _dispatch(
         self,
         rows: torch.Tensor | tuple[torch.Tensor, ...],
@@ -188,17 +159,18 @@ class Experts:
         received = Received(found if several else found[0], came.counts, came.offsets, brought, index, handle)
         return Call(there.launches, run, received, (*tensors, keys, *beside))
 
+    @reported("self")
     def dispatch_again(self, rows: torch.Tensor, handle: Handle) -> torch.Tensor:
         """Other rows, (T, ...), to the places of those of the call that left the handle; by no count, and with nothing
         beside them. Returns what the rank receives, as `dispatch` does. Collective; raises as `dispatch`.
         """
         return self._dispatch_again(rows, handle).whole()
 
+    @reported("self")
     def dispatch_again_send(self, rows: torch.Tensor, handle: Handle) -> Pending[torch.Tensor]:
         """The first of two launches of `dispatch_again`, as `dispatch_send` is of `dispatch`."""
         return Pending(self._dispatch_again(rows, handle), self._go_on)
 
-    @reported
     def _dispatch_again(self, rows: torch.Tensor, handle: Handle) -> Call[torch.Tensor]:
         again = self._again
         given.instance("handle", handle, Handle)
@@ -212,6 +184,7 @@ class Experts:
         run, found = again(rows, handle.keys, left, digest, self.is_capturing)
         return Call(again.launches, run, found, (rows, handle.keys, *left))
 
+    @reported("self")
     def combine(
         self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None = None, *, about: str = ""
     ) -> torch.Tensor:
@@ -227,13 +200,13 @@ class Experts:
         """
         return self._combine(rows, handle, weights, about).whole()
 
+    @reported("self")
     def combine_send(
         self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None = None
     ) -> Pending[torch.Tensor]:
         """The first of two launches of `combine`, as `dispatch_send` is of `dispatch`."""
         return Pending(self._combine(rows, handle, weights), self._go_on)
 
-    @reported
     def _combine(
         self, rows: torch.Tensor, handle: Handle, weights: torch.Tensor | None, about: str = ""
     ) -> Call[torch.Tensor]:
@@ -261,6 +234,7 @@ class Experts:
         run = back(rows, keys, known, found, self._digest(back.launches, (rows,), keys, about))
         return Call(back.launches, run, found, (rows, keys, *known))
 
+    @reported("self")
     def combine_values(self, values: torch.Tensor, handle: Handle) -> torch.Tensor:
         """A number for each received row back to its key: (T, K) float32, zero for a key that is dropped.
 
@@ -269,11 +243,11 @@ class Experts:
         """
         return self._combine_values(values, handle).whole()
 
+    @reported("self")
     def combine_values_send(self, values: torch.Tensor, handle: Handle) -> Pending[torch.Tensor]:
         """The first of two launches of `combine_values`, as `dispatch_send` is of `dispatch`."""
         return Pending(self._combine_values(values, handle), self._go_on)
 
-    @reported
     def _combine_values(self, values: torch.Tensor, handle: Handle) -> Call[torch.Tensor]:
         given.instance("handle", handle, Handle)
         way, keys = self._values, handle.keys
@@ -312,8 +286,8 @@ class Experts:
 
     def synchronize(self) -> None:
         """Waits for this rank's calls and raises what went wrong in them."""
-        self._comm.finish()
-        self._comm.check()
+        self.comm.finish()
+        self.comm.check()
 
     def explain(self, record: ErrorRecord) -> Exception:
         """What a kernel of this rank reported that is no time-out, in words."""
@@ -323,7 +297,7 @@ class Experts:
     @property
     def rank(self) -> int:
         """This rank of the group."""
-        return self._comm.rank
+        return self.comm.rank
 
     @property
     def is_released(self) -> bool:
@@ -365,7 +339,7 @@ class Experts:
 
     def _go_on(self) -> bool:
         """Raises where no call can go on; whether a graph is being captured."""
-        self._comm.ready()
+        self.comm.ready()
         return self.is_capturing
 
     def _ready(self, launches: Launches, *tensors: torch.Tensor) -> None:
@@ -374,7 +348,7 @@ class Experts:
         is_captured = self._go_on()
         if not launches.is_closed:
             finish_lost(launches, is_captured)
-        self._comm.compare(f"`{launches.plan.name}`{in_backward()}")
+        self.comm.compare(f"`{launches.plan.name}`{in_backward()}")
         if launches.is_closed:
             raise DispatchError(f"`{self.plan.name}` was released")
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):

@@ -15,13 +15,14 @@ from typing import Any, TypeAlias
 import torch
 
 from commdsl.ep.exchange import ENTRY, PADDING, Exchange, known
-from commdsl.ep.experts import Handle
 from commdsl.ep.float8 import Quantised, arriving, dequantised, flat, paired
+from commdsl.ep.handles import Handle
 from commdsl.ep.way_back import SUMMED
 from commdsl.runtime import given
 from commdsl.runtime.errors import GradientError
 from commdsl.runtime.operators import define
 from commdsl.runtime.registry import registry
+from commdsl.runtime.reporting import reported
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -49,6 +50,7 @@ class Dispatched:
     handle: Handle
 
 
+@reported("exchange")
 def dispatch(
     exchange: Exchange,
     x: Tensor | tuple[Tensor, ...],
@@ -101,6 +103,7 @@ def dequantise(exchange: Exchange, x: Tensor, there: Dispatched) -> Tensor:
     return made
 
 
+@reported("exchange")
 def combine(exchange: Exchange, rows: Tensor, handle: Handle, weight: Tensor | None = None) -> Tensor:
     """What experts made of received rows back to their tokens: (T, ...), for each token the sum over its choices of
     (weight times) its row; zero for a token of none. In the order of the choices, in float32, rounded once; of an
@@ -239,6 +242,7 @@ def _keep_there(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None
     ctx.mark_non_differentiable(*output[first : -1 if ctx.has_values else None])
 
 
+@reported(lambda ctx, *_: known(ctx.exchange), lambda *_: "the gradient of experts")
 def _there_back(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """Every rank makes these calls, whatever it has a gradient of."""
     keys, *handle = ctx.saved_tensors
@@ -260,6 +264,7 @@ def _keep_wide(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(keys, *handle)
 
 
+@reported(lambda ctx, *_: known(ctx.exchange), lambda *_: "the gradient of experts")
 def _wide_back(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     keys, *handle = ctx.saved_tensors
     of_x = torch.ops.commdsl.ep_combine(gradient.contiguous(), keys, handle, None, ctx.exchange)
@@ -273,6 +278,7 @@ def _keep_back(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(keys, *handle, *more)
 
 
+@reported(lambda ctx, *_: known(ctx.exchange), lambda *_: "the gradient of experts")
 def _back_back(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     keys, *rest = ctx.saved_tensors
     handle, more = rest[: ctx.num_handle], rest[ctx.num_handle :]

@@ -23,9 +23,11 @@ from commdsl.ep.scatter import judge as judge_scatter
 from commdsl.machine.errors import ArgumentError
 from commdsl.runtime import groups
 from commdsl.runtime.collectives import all_gather, all_reduce
+from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.errors import DispatchError, GroupError, TensorError
 from commdsl.runtime.given import Patience
 from commdsl.runtime.load import Kernels
+from commdsl.runtime.reporting import reported
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -40,6 +42,7 @@ class EPAll2AllLayer(Configured, torch.nn.Module):
     calls have gradients, of tokens and of routing weights.
     """
 
+    @reported("ep_group")
     def __init__(
         self,
         ep_group: Any,
@@ -119,6 +122,7 @@ class EPAll2AllLayer(Configured, torch.nn.Module):
             # What ranks tell each other is a collective of its own, and so is what it sets up.
             self._tell(torch.empty(0, topk, dtype=torch.int32, device=self.a2a_ctx.exchange.device))
 
+    @reported("self")
     def dispatch(
         self,
         input: Tensor,
@@ -168,6 +172,7 @@ class EPAll2AllLayer(Configured, torch.nn.Module):
         tokens = told[:, config.world_size].contiguous()
         return rows, None if weights is None else weights.to(config.weight_dtype), EPAllToAllLayoutDesc(known, tokens)
 
+    @reported("self")
     def combine(self, input: Tensor, ep_a2a_layout_desc: EPAllToAllLayoutDesc) -> Tensor:
         """Collective: what experts made of the rows of a dispatch, back to their tokens: (T, hidden), for each token
         the sum of its rows, in the order of its choices, in float32, rounded once; zero where all were dropped.
@@ -188,10 +193,16 @@ class EPAll2AllLayer(Configured, torch.nn.Module):
         rows = input if known.positions is None else input[known.positions[:length]]
         return functional.combine(known.exchange, rows, known.handle)
 
+    @property
+    def comm(self) -> Communicator:
+        """This rank's end of the group."""
+        return self.a2a_ctx.exchange.comm
+
     def finalize(self) -> None:
         """Collective: gives back all symmetric memory, of rows that are still held when these are let go."""
         self.a2a_ctx.finalize()
 
+    @reported("self")
     def ep_barrier_all(self, stream: torch.cuda.Stream | None, intra_node_only: bool = False) -> None:
         """Collective: what follows on `stream` runs when all ranks, or all of this node, have come to this call on
         theirs. The host does not wait. On the processor `stream` is None, and the call returns when all have come.

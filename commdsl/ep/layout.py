@@ -13,7 +13,7 @@ import torch
 
 from commdsl.ep.config import EPConfig
 from commdsl.ep.exchange import PADDING, Exchange
-from commdsl.ep.experts import Handle
+from commdsl.ep.handles import Handle
 
 Tensor = torch.Tensor
 

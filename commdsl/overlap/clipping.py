@@ -16,10 +16,20 @@ from commdsl.overlap.splits import is_dtensor, split_of
 from commdsl.runtime import groups
 from commdsl.runtime.collectives import all_reduce
 from commdsl.runtime.errors import TensorError
+from commdsl.runtime.reporting import reported
 
 Tensor: TypeAlias = torch.Tensor
 
 
+def _groups_of(parameters: Any, *_: Any, group: Any = None, **__: Any) -> list[Any]:
+    """The groups over which gradients are brought together."""
+    if group is not None:
+        return [group]
+    each = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    return sorted({split.group_name for one in each if (split := split_of(one)) is not None})
+
+
+@reported(_groups_of)
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
@@ -47,10 +57,23 @@ def clip_grad_norm_(
     Returns the norm before scaling, a tensor of one number, the same on all ranks of a group. Raises ArgumentError
     (C973) for another `norm_type` and for a parameter sharded over another group, TensorError (C951) for a DTensor.
     """
+    every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    return _clip(every, max_norm, norm_type, error_if_nonfinite, foreach, group=group)
+
+
+@reported(_groups_of, lambda *_, **__: "`clip_grad_norm_`")
+def _clip(
+    every: list[Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+    *,
+    group: Any,
+) -> Tensor:
     power = float(norm_type)
     if not power > 0:
         raise ArgumentError(f"`norm_type` is a positive number or inf, not {norm_type!r}")
-    every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     by_group: dict[str | None, list[Tensor]] = {}  # in the order of the parameters, the same on all ranks
     for parameter in every:
         split = split_of(parameter)

@@ -24,6 +24,7 @@ from commdsl.runtime.errors import GradientError
 from commdsl.runtime.given import tensor as check_tensor
 from commdsl.runtime.operators import define
 from commdsl.runtime.products import activated
+from commdsl.runtime.reporting import reported
 from commdsl.runtime.tensors import FLOAT8
 
 Tensor: TypeAlias = torch.Tensor
@@ -31,6 +32,7 @@ Tensor: TypeAlias = torch.Tensor
 _LOCK = threading.Lock()
 
 
+@reported()
 def all_gather_matmul(
     x: Tensor,
     w: Tensor,
@@ -73,6 +75,7 @@ def all_gather_matmul(
     return _first_of(name, x, w, group, bias, None, (scale_x, scale_w), activation)
 
 
+@reported()
 def matmul_reduce_scatter(
     x: Tensor,
     w: Tensor,
@@ -100,6 +103,7 @@ def matmul_reduce_scatter(
     return _first_of("matmul_reduce_scatter", x, w, group, bias, residual, (scale_x, scale_w))
 
 
+@reported()
 def matmul_all_reduce(
     x: Tensor,
     w: Tensor,
@@ -125,6 +129,7 @@ def matmul_all_reduce(
     return _first_of("matmul_all_reduce", x, w, group, bias, residual, (scale_x, scale_w))
 
 
+@reported()
 def matmul_all_to_all(
     x: Tensor,
     w: Tensor,
@@ -150,6 +155,7 @@ def matmul_all_to_all(
     return _first_of("matmul_all_to_all", x, w, group, bias, None, (scale_x, scale_w))
 
 
+@reported()
 def all_to_all_matmul(
     x: Tensor,
     w: Tensor,
@@ -176,6 +182,7 @@ def all_to_all_matmul(
     return _first_of(name, x, w, group, bias, residual, (scale_x, scale_w))
 
 
+@reported()
 def replicated_matmul(x: Tensor, w: Tensor, *, bias: Tensor | None = None, group: Any = None) -> Tensor:
     """Rows that are the same on all ranks times this rank's weights: x (n, ..., K), w (N, K) -> (n, ..., N). `bias`
     (N,), this rank's own, is added to each row. Nothing is sent but on the way back: the gradient of x is

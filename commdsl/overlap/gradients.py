@@ -15,6 +15,7 @@ import torch
 from commdsl.overlap.sequence import side_by_side
 from commdsl.runtime import collective_ops, menu
 from commdsl.runtime.errors import GradientError
+from commdsl.runtime.reporting import reported
 
 Tensor: TypeAlias = torch.Tensor
 Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -24,6 +25,7 @@ BIAS, RESIDUAL = 3, 4
 """Where these are among the inputs of an operator, which may end before them. Nothing behind them has a gradient."""
 
 
+@reported(lambda _, ctx, *others: ctx.group_name, lambda *_: "the gradient of a product")
 def padded(back: Callable[..., Gradients], ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
     """None for all inputs but tensors: scales, too, are none where there are gradients. A residual has that of the
     result to which it is added.

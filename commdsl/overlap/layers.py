@@ -22,6 +22,7 @@ from commdsl.overlap.functional import (
 from commdsl.overlap.sharded import ShardedModule
 from commdsl.overlap.splits import Split, split_of
 from commdsl.runtime import collectives, given, groups, menu
+from commdsl.runtime.reporting import reported
 
 
 class ColumnParallelLinear(ShardedModule, torch.nn.Linear):
@@ -71,6 +72,7 @@ class ColumnParallelLinear(ShardedModule, torch.nn.Linear):
         parts = f", parts={self.parts}" if self.parts > 1 else ""
         return f"{super().extra_repr()}, {_said(self)}, keep_rows={self.keep_rows}{parts}"
 
+    @reported("self")
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         more: dict[str, Any] = {"bias": self.bias, "group": self.group_name}
         if self.sequence_parallel:
@@ -119,6 +121,7 @@ class RowParallelLinear(ShardedModule, torch.nn.Linear):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {_said(self)}"
 
+    @reported("self")
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """`residual`, of the shape of the result, is added to it, in the kernel that makes it."""
         bias: torch.Tensor | None = self.bias

@@ -15,6 +15,7 @@ from commdsl.overlap import shapes
 from commdsl.overlap.programs import operands, program
 from commdsl.runtime import given, groups
 from commdsl.runtime.errors import OpError, TensorError
+from commdsl.runtime.reporting import reported
 from commdsl.runtime.tensors import check_scales
 
 Tensor: TypeAlias = torch.Tensor
@@ -29,6 +30,7 @@ _REFUSING = {
 """What refuses other shapes than an operator takes."""
 
 
+@reported()
 def profiled(
     operator: str,
     x: Tensor,

@@ -18,10 +18,12 @@ from commdsl.overlap.splits import is_dtensor, split_of
 from commdsl.runtime import groups, menu
 from commdsl.runtime.collectives import all_reduce
 from commdsl.runtime.errors import TensorError
+from commdsl.runtime.reporting import reported
 
 Tensor: TypeAlias = torch.Tensor
 
 
+@reported(lambda model, /, group=None, **_: _group_of(model, group))
 def sync_replicated(model: torch.nn.Module, group: Any = None) -> tuple[RemovableHandle, ...]:
     """Collective: have each backward pass sum the gradients of the parameters that all ranks have whole.
 
@@ -62,8 +64,10 @@ def sync_replicated(model: torch.nn.Module, group: Any = None) -> tuple[Removabl
 
 
 def _group_of(model: torch.nn.Module, group: Any) -> str:
+    if group is not None:
+        return groups.name_of(group)
     found = {split.group_name for one in model.parameters() if (split := split_of(one)) is not None}
-    if group is not None or not found:
+    if not found:
         return groups.name_of(group)
     if len(found) > 1:
         raise ArgumentError(f"parameters are sharded over {len(found)} groups, {sorted(found)}: name one by `group`")
@@ -76,6 +80,9 @@ class _Sum:
     def __init__(self, path: str, group_name: str) -> None:
         self._path, self._group_name = path, group_name
 
+    @reported(
+        lambda one, /, *_, **__: one._group_name, lambda one, /, *_, **__: f"the sum of the gradients of `{one._path}`"
+    )
     def __call__(self, gradient: Tensor) -> Tensor:
         if gradient.layout is not torch.strided:
             raise TensorError(

@@ -24,12 +24,14 @@ from commdsl.runtime.given import Asked
 from commdsl.runtime.given import tensor as check_tensor
 from commdsl.runtime.lasting import lasting
 from commdsl.runtime.operators import define
+from commdsl.runtime.reporting import reported
 
 Tensor: TypeAlias = torch.Tensor
 
 _LOCK = threading.Lock()
 
 
+@reported()
 def all_reduce_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, group: Any = None
 ) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ Assumes torch; on GPUs also cupy, and nvshmem4py where a group reaches several m
     workspace     where the calls of one Program run
     pool, lent, landing   symmetric memory -> results, which give it back or hold it; what visits, in turn
     meeting, breaking   where ranks meet outside of kernels, unless one is gone or gives up; what that does to a group
+    reporting     a call that raises before it starts -> an error that all ranks of its group hear of
     joining       a rank's end of a group -> one that knows its peers, and agrees with them on what is set up
     setups        what ranks are about to set up -> their agreement, or both sides
     compared      calls, before they are made -> the ranks' agreement, for debugging

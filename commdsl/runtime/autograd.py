@@ -17,6 +17,7 @@ from commdsl.runtime import groups
 from commdsl.runtime.errors import GradientError
 from commdsl.runtime.given import Asked, Patience, Reduction
 from commdsl.runtime.program import Program
+from commdsl.runtime.reporting import reported
 from commdsl.runtime.work import Result
 
 Call: TypeAlias = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -83,6 +84,7 @@ def register(library: torch.library.Library, op: Op) -> None:
     torch.library.register_autograd(f"commdsl::{op.name}", backward, setup_context=setup_context, lib=library)
 
 
+@reported("group_name", lambda op, /, *_, **__: f"the gradient of `{op.shown}`")
 def _back(op: Op, gradients: tuple[torch.Tensor, ...], group_name: str, asked: Asked) -> torch.Tensor:
     known = op.traced(group_name)
     way = known.backward

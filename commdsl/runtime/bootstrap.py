@@ -124,7 +124,19 @@ def _unanswered(rank: int, absent: Sequence[int], error: RuntimeError, what: str
             for peer, why in ended(absent).items():
                 return PeerError(peer, f"{why}, and the group's store does not answer; rank {rank} was to {what}")
         time.sleep(POLL_SECONDS)
-    return RendezvousError(f"rank {rank} was to {what}, and the group's store does not answer: {error}")
+    return unanswered(rank, error, what)
+
+
+class StoreError(RuntimeError):
+    """The store of a process group does not answer."""
+
+
+def unanswered(rank: int, error: RuntimeError, what: str) -> RendezvousError:
+    """Return the error of a rank that was to do something where the store does not answer."""
+    return RendezvousError(
+        f"rank {rank} was to {what}, and the group's store does not answer: {error}. The process that serves it, often "
+        "that of rank 0, has ended or cannot be reached"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,17 +149,26 @@ class StoreBootstrap:
     prefix: str
 
     def put(self, key: str, value: bytes) -> None:
-        self.store.set(f"{self.prefix}/{key}", value)
+        self._ask(self.store.set, key, value)
 
     def get(self, key: str) -> bytes | None:
-        name = f"{self.prefix}/{key}"
-        return bytes(self.store.get(name)) if self.store.check([name]) else None
+        found: bytes | None = self._ask(self._found, key)
+        return found
 
     def drop(self, key: str) -> None:
-        self.store.delete_key(f"{self.prefix}/{key}")
+        self._ask(self.store.delete_key, key)
 
     def count(self, key: str) -> None:
-        self.store.add(f"{self.prefix}/{key}", 1)
+        self._ask(self.store.add, key, 1)
+
+    def _found(self, name: str) -> bytes | None:
+        return bytes(self.store.get(name)) if self.store.check([name]) else None
+
+    def _ask(self, request: Callable[..., Any], key: str, *values: Any) -> Any:
+        try:
+            return request(f"{self.prefix}/{key}", *values)
+        except RuntimeError as error:
+            raise StoreError(str(error)) from error
 
     def apart(self) -> StoreBootstrap:
         return replace(self, store=self.store.clone())

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from commdsl.machine.errors import Error
 from commdsl.program.timeouts import CommTimeout
-from commdsl.runtime.bootstrap import Life, Reports, SharedBootstrap
+from commdsl.runtime.bootstrap import Life, Reports, SharedBootstrap, StoreError, unanswered
 from commdsl.runtime.desk import Notice
 from commdsl.runtime.errors import (
     AgreementError,
@@ -31,14 +31,11 @@ from commdsl.runtime.errors import (
 )
 from commdsl.runtime.failures import apart, told
 from commdsl.runtime.meeting import Meeting
-from commdsl.runtime.said import Words, text_of
+from commdsl.runtime.said import WAITS, Words, text_of
 from commdsl.runtime.setups import Raised, Setup, unpacked
 
 NOTHING = Words("nothing")
 """Of a rank that has made no call."""
-
-NO_STEP = Words("something else")
-"""Of a rank that waits for peers before a call."""
 
 
 class Breaking(Meeting):
@@ -69,6 +66,11 @@ class Breaking(Meeting):
         """Return the call that this rank started last."""
         return NOTHING
 
+    def doing(self) -> Words:
+        """Return what this rank waits to do with its peers, or else its last call."""
+        awaited = self.awaited
+        return Words(awaited, verb=WAITS) if awaited else self.last_call()
+
     def begin(self) -> None:
         """Count a call of several launches, where kernels do not count it."""
 
@@ -93,12 +95,14 @@ class Breaking(Meeting):
                 f"commdsl.reset() first ({self.broken})"
             )
 
-    def fail(self, error: BaseException, what: str = "a call") -> None:
-        """After a time-out the heap holds half a call: nothing runs until all ranks have reset."""
+    def fail(self, error: BaseException, what: Words | None = None) -> None:
+        """Break the group: the heap holds half a call, so nothing runs until all ranks have reset. `what`: the call
+        that ended with this error; default: the last one.
+        """
         gone = error.gone if isinstance(error, PeerError) else None
         with self.hearing:
             is_first, self.broken = self.broken is None, error
-            self.said.say(what, error, gone)
+            self.said.say(what or self.doing(), error, gone)
         if is_first and isinstance(error, CommTimeout | RendezvousError):
             for rank, why in self.asked(error.missing).items():
                 error.add_note(f"rank {rank} gave up, too: {why}")
@@ -132,9 +136,8 @@ class Breaking(Meeting):
     def report(self, error: BaseException, what: str) -> None:
         """A call raised this before anything of it was started: a step, of which all peers hear."""
         with self.hearing:
-            if self.broken is not None or is_settled(error):
+            if self.broken is not None:
                 return
-            settle(error)
             step, self.steps = self.steps, self.steps + 1
             made = raised(error, what, self.calls())
             with contextlib.suppress(RuntimeError):  # of a store whose server has ended
@@ -149,7 +152,7 @@ class Breaking(Meeting):
             for peer in () if found is not None or self.is_stepping else absent:
                 step = self._step_of(peer, self.reports)
                 if step is not None and peer in elsewhere:  # when this was seen last; what it said before is heard now
-                    found = apart(self.name, peer, step, self.rank, NO_STEP)
+                    found = apart(self.name, peer, step, self.rank, self.doing())
                     break
                 if step is not None:
                     elsewhere.add(peer)
@@ -187,13 +190,13 @@ class Breaking(Meeting):
         for peer in range(self.size):
             line = None if peer == self.rank else self.said.heard(peer, reports)
             if line is not None:
-                return told(peer, line, self.last_call(), self.rank, self.said)
+                return told(peer, line, self.doing(), self.rank, self.said)
         return None
 
     def _break(self, error: OpError) -> None:
         """Peers have given up, or this rank finds that they disagree."""
         self.broken = self._heard = error
-        self.said.say(self.last_call(), error, error.gone if isinstance(error, PeerError) else None)
+        self.said.say(self.doing(), error, error.gone if isinstance(error, PeerError) else None)
         self.notice.stop(self.rank, self.size)
 
     def _raise_heard(self) -> None:
@@ -221,8 +224,12 @@ def raised(error: BaseException, what: str, calls: int) -> Raised:
     return Raised(what, text_of(error), calls, isinstance(error, AgreementError))
 
 
-def in_our_words(error: BaseException, what: str) -> BaseException:
-    """Return a HeapError where the system refused something that a set-up needs, and any other error as it is."""
+def in_our_words(error: BaseException, what: str, rank: int) -> BaseException:
+    """Return a HeapError where the system refused something that a set-up needs, a RendezvousError where the store did
+    not answer this rank, and any other error as it is.
+    """
+    if isinstance(error, StoreError):
+        return unanswered(rank, error, what)
     if not isinstance(error, OSError) or isinstance(error, Error):
         return error
     reason = error.strerror or str(error) or type(error).__name__
@@ -232,12 +239,12 @@ def in_our_words(error: BaseException, what: str) -> BaseException:
 _SETTLED = "_commdsl_is_settled"
 
 
-def settle(error: BaseException) -> BaseException:
-    """Mark an error as one that all peers have, or know of: nobody has to be told of it any more."""
-    setattr(error, _SETTLED, True)
+def settle(error: BaseException, group: str) -> BaseException:
+    """Mark an error as one that all peers in a group have, or know of: none of them has to be told of it any more."""
+    setattr(error, _SETTLED, {*getattr(error, _SETTLED, ()), group})
     return error
 
 
-def is_settled(error: BaseException) -> bool:
-    """Return whether `settle` has marked an error."""
-    return hasattr(error, _SETTLED)
+def is_settled(error: BaseException, group: str) -> bool:
+    """Return whether `settle` has marked an error, for the group of this name."""
+    return group in getattr(error, _SETTLED, ())

@@ -22,6 +22,7 @@ from commdsl.runtime.autograd import zeroed
 from commdsl.runtime.eager import skips_dispatcher
 from commdsl.runtime.errors import GradientError
 from commdsl.runtime.operators import define
+from commdsl.runtime.reporting import reported
 from commdsl.runtime.tensors import must
 
 NAMESPACE = "commdsl_collectives"
@@ -44,6 +45,13 @@ class Traced:
     back: Callable[..., Tensor]  # from gradient, lengths where there are any, group name and settings
     wires: bool = False
     has_lengths: bool = False  # behind the tensor: of blocks that are not as long as each other
+
+    @reported(
+        lambda one, _, /, *given, **__: given[one.has_lengths], lambda one, /, *_, **__: f"the gradient of `{one.name}`"
+    )
+    def gradient(self, gradient: Tensor, *arguments: Any, **settings: Any) -> Tensor:
+        """Of x, from that of the result and what was given behind x."""
+        return self.back(gradient.contiguous(), *arguments, **settings)
 
 
 def ops(x: Tensor) -> Any:
@@ -71,7 +79,7 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         one, arguments, settings = ctx.given
-        return one.back(gradient.contiguous(), *arguments, **settings), None, None, None
+        return one.gradient(gradient, *arguments, **settings), None, None, None
 
 
 def _directly(one: Traced, x: Tensor, *arguments: Any, **settings: Any) -> Any:
@@ -112,7 +120,7 @@ def _define(made: torch.library.Library, one: Traced) -> None:
         ctx.arguments = inputs[1:]
 
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return (one.back(gradient.contiguous(), *ctx.arguments), *(None for _ in ctx.arguments))
+        return (one.gradient(gradient, *ctx.arguments), *(None for _ in ctx.arguments))
 
     define(made, schema, one.run, fake)
     torch.library.register_autograd(f"{NAMESPACE}::{one.name}", backward, setup_context=setup_context, lib=made)
@@ -174,8 +182,8 @@ def _gathered(shape: list[Any], ranks: int) -> list[Any]:
 
 
 def _scattered(shape: list[Any], ranks: int) -> list[Any]:
-    must(len(shape) > 0)
-    must(shape[0] % ranks == 0)
+    must(len(shape) > 0, f"expected a block for each of {ranks} ranks along dimension 0, got a number")
+    must(shape[0] % ranks == 0, f"dimension 0, {shape[0]}, is no multiple of the {ranks} ranks")
     return [shape[0] // ranks, *shape[1:]]
 
 

@@ -18,8 +18,10 @@ from commdsl.planner.tuning.selection import COLLECTIVES, Choice
 from commdsl.runtime import collective_ops, given, groups, menu
 from commdsl.runtime.eager import refuse_transforms
 from commdsl.runtime.given import Patience, Reduction
+from commdsl.runtime.reporting import reported
 
 
+@reported()
 def all_reduce(
     x: torch.Tensor,
     op: Reduction = "sum",
@@ -53,6 +55,7 @@ def all_reduce(
     return menu.run("all_reduce", x, x.nbytes, group, op=op, async_op=async_op, timeout=timeout, wire=wire)
 
 
+@reported()
 def all_reduce_(
     x: torch.Tensor,
     op: Reduction = "sum",
@@ -79,6 +82,7 @@ def all_reduce_(
     return x
 
 
+@reported()
 def all_gather(
     x: torch.Tensor,
     group: Any = None,
@@ -110,6 +114,7 @@ def all_gather(
     return menu.run("all_gather", x, nbytes, group, async_op=async_op, timeout=timeout, wire=wire)
 
 
+@reported()
 def reduce_scatter(
     x: torch.Tensor,
     op: Reduction = "sum",
@@ -137,6 +142,7 @@ def reduce_scatter(
     return menu.run("reduce_scatter", x, x.nbytes, group, op=op, async_op=async_op, timeout=timeout)
 
 
+@reported()
 def all_to_all(
     x: torch.Tensor,
     output_split_sizes: Sequence[int] | None = None,
@@ -166,6 +172,7 @@ def all_to_all(
     return menu.run("all_to_all", x, x.nbytes, group, async_op=async_op, timeout=timeout)
 
 
+@reported()
 def broadcast(
     x: torch.Tensor, root: int = 0, group: Any = None, async_op: bool = False, timeout: Patience = None, **others: Never
 ) -> Any:
@@ -196,6 +203,7 @@ def choice(collective: str, nbytes: int, ranks: int, device_name: str | None = N
     return selection.choose(tables, collective, nbytes, ranks, device, plain=config.has_far)
 
 
+@reported()
 def prepare(
     collectives: Sequence[str] = COLLECTIVES,
     max_bytes: int | None = None,

@@ -32,7 +32,7 @@ from commdsl.runtime.kernel import Kernel, Prepared, Residence
 from commdsl.runtime.landing import Region, Regions
 from commdsl.runtime.lent import Lent
 from commdsl.runtime.program import Program
-from commdsl.runtime.said import ANSWER_SECONDS
+from commdsl.runtime.said import ANSWER_SECONDS, WAITS, Words
 from commdsl.runtime.setups import Setup, of_plan
 from commdsl.runtime.streams import Streams
 from commdsl.runtime.watch import watcher
@@ -144,10 +144,10 @@ class Communicator(Joining, ABC):
             made = make(self.make_heap(extent, meet), f"{self.generation}/{where}")
             meet("ready")
         except BaseException as error:
-            if is_settled(error):  # on every rank, and before anything was made
+            if is_settled(error, self.name):  # on every rank, and before anything was made
                 raise
-            failure = in_our_words(error, what)
-            self.fail(failure, what)
+            failure = in_our_words(error, what, self.rank)
+            self.fail(failure, Words(what, verb=WAITS))
             if failure is error:
                 raise
             raise failure from error

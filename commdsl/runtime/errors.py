@@ -80,8 +80,9 @@ class PeerError(OpError):
 
     code = "C965"
 
-    def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(f"rank {rank} {reason}")
+    def __init__(self, rank: int, reason: str, calls: str = "") -> None:
+        """`calls`: the calls of that rank and of the one that raises this, where `reason` does not name them."""
+        super().__init__(f"rank {rank} {reason}; {calls}" if calls else f"rank {rank} {reason}")
         self.rank = rank
         self.reason = reason
 

@@ -22,7 +22,7 @@ from commdsl.program.timeouts import (
     timeout_of,
 )
 from commdsl.runtime.errors import AgreementError, OpError, PeerError
-from commdsl.runtime.said import Line, Said, Words
+from commdsl.runtime.said import WAITS, Line, Said, Words
 from commdsl.runtime.setups import Raised, Setup
 
 WHY = {TIMED_OUT: "its wait for rank {} took too long", INTERRUPTED: "it was interrupted"}
@@ -50,7 +50,8 @@ def failure_of(
     if record.code == TIMED_OUT:
         found: BaseException | None = timeout_of(plan, [record], seconds)
     elif record.code == GONE:
-        found = PeerError(record.peer, f"is gone: rank {record.rank} waited for it at {origin_of(plan, record)}")
+        why = f"is gone: rank {record.rank} waited for it at {origin_of(plan, record)}"
+        found = PeerError(record.peer, why, _clause(record.rank, Words(f"`{plan.name}`")))
     elif record.code == INTERRUPTED:
         found = KeyboardInterrupt(f"rank {record.rank} waited for rank {record.peer} at {origin_of(plan, record)}")
     else:
@@ -67,18 +68,18 @@ def stopped_by(stop: Stop, record: ErrorRecord, said: Said) -> Exception:
         return different_calls(stop.rank, stop.peer, record.rank, (own, None), said)
     if stop.code == BAD_LENGTH:
         why = f"what rank {stop.peer} sends to rank {stop.rank} is not as long as that one expects"
-        found: OpError = AgreementError(why)
+        found: OpError = AgreementError(with_own(why, record.rank, own))
         said.say(own, found)
         return found
     line = said.ask([stop.rank], SOON_SECONDS).get(stop.rank)
     if line is not None:
         return told(stop.rank, line, own, record.rank, said)
     if stop.code == GONE:
-        found = PeerError(stop.peer, f"is gone: rank {stop.rank} waited for it")
+        found = PeerError(stop.peer, f"is gone: rank {stop.rank} waited for it", _clause(record.rank, own))
         said.say(own, found, stop.peer)
     else:
         why = WHY.get(stop.code, "what it was to move was wrong").format(stop.peer)
-        found = PeerError(stop.rank, f"gave up: {why}")
+        found = PeerError(stop.rank, f"gave up: {why}", _clause(record.rank, own))
         said.say(own, why, by=stop.rank)
     return found
 
@@ -88,11 +89,13 @@ def told(peer: int, line: Line, own: Words, rank: int, said: Said) -> OpError:
     if line.one >= 0:
         return different_calls(line.one, line.other, rank, (own, None), said)
     if line.gone is not None:
-        found: OpError = PeerError(line.gone, f"is gone: rank {peer} waited for it")
+        found: OpError = PeerError(line.gone, f"is gone: rank {peer} waited for it", _clause(rank, own))
     elif line.differs:
-        found = AgreementError(line.why)
+        found = AgreementError(with_own(line.why, rank, own))
     else:
-        found = PeerError(line.by, f"gave up: {line.why}")
+        first = line if line.by == peer else said.ask([line.by], 0.0).get(line.by)  # of the rank that knew first
+        clauses = (_clause(line.by, first.words) if first else "", _clause(rank, own))
+        found = PeerError(line.by, f"gave up: {line.why}", "; ".join(filter(None, clauses)))
     said.say(own, line.why, line.gone, by=line.by, differs=line.differs)
     return found
 
@@ -101,12 +104,24 @@ def apart(group: str, peer: int, step: Setup | Raised, rank: int, own: Words) ->
     """Return what rank `rank`, whose last call is `own`, raises because a peer has this step instead of that call."""
     if isinstance(step, Raised):
         if step.differs:
-            return AgreementError(step.why)
-        return PeerError(peer, f"gave up: {step.what} raised {step.why}")
-    sides = f"rank {peer} of group `{group}` sets up {step.what}", f"rank {rank} calls {own.call}"
-    if own.call.startswith(step.what):  # the same of two versions of a file
-        sides = f"{sides[0]} ({step.detail})", f"{sides[1]} ({own.detail})"
-    return AgreementError(f"{sides[0]} where {sides[1]}: {ALIKE}")
+            return AgreementError(with_own(step.why, rank, own))
+        return PeerError(peer, f"gave up: {step.what} raised {step.why}", _clause(rank, own))
+    is_same = own.call.startswith(step.what)  # of two versions of a file
+    there = f"rank {peer} of group `{group}` sets up {step.what}{f' ({step.detail})' if is_same else ''}"
+    return AgreementError(f"{there} where {own.of(rank, is_same)}: {ALIKE}")
+
+
+def with_own(why: str, rank: int, own: Words) -> str:
+    """Return a disagreement of two other ranks, in words, with the call of this rank behind it, unless it is theirs."""
+    clause = "" if own.call in why else _clause(rank, own)
+    return f"{why}; {clause}" if clause else why
+
+
+def _clause(rank: int, own: Words) -> str:
+    """Return what a rank waits to do, or the call that it made last, which may be over."""
+    if own == UNKNOWN:
+        return ""
+    return own.of(rank) if own.verb == WAITS else f"the last call of rank {rank}: {own.call}"
 
 
 def different_lengths(record: ErrorRecord, said: Said) -> AgreementError:
@@ -131,8 +146,8 @@ def different_calls(
             sides.append(mine)
             continue
         line = None if theirs else said.ask([side]).get(side)
-        sides.append(theirs or (Words(line.call, line.detail) if line else UNKNOWN))
-    there, here = (side.call for side in sides)
-    if there == here:  # the same words of two versions of a file
-        there, here = (f"{side.call} ({side.detail})" for side in sides)
-    return AgreementError(f"rank {other} calls {there} where rank {one} calls {here}: {ALIKE}")
+        sides.append(theirs or (line.words if line else UNKNOWN))
+    there, here = sides
+    is_same = there.call == here.call  # of two versions of a file
+    why = f"{there.of(other, is_same)} where {here.of(one, is_same)}: {ALIKE}"
+    return AgreementError(with_own(why, rank, mine))

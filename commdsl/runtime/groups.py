@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -22,7 +22,7 @@ import torch
 from commdsl.machine.config import DEFAULT_TIMEOUT, from_environment
 from commdsl.machine.errors import ArgumentError
 from commdsl.program.memory import Transport
-from commdsl.runtime.bootstrap import Board, Bootstrap, StoreBootstrap, ThreadBootstrap, World, life
+from commdsl.runtime.bootstrap import Board, Bootstrap, Life, StoreBootstrap, ThreadBootstrap, World, life
 from commdsl.runtime.breaking import is_settled, raised, settle, step_key
 from commdsl.runtime.communicator import Communicator
 from commdsl.runtime.device import DeviceCommunicator
@@ -54,7 +54,7 @@ _THREADS: dict[str, _Member] = {}
 _COMMUNICATORS: dict[_Key, tuple[_Member, Communicator]] = {}
 _MAKING: set[_Key] = set()  # what some thread makes now
 _FAILED: dict[_Key, tuple[_Member, Communicator]] = {}  # whose set-up failed, until the group is reset
-_EARLY: dict[tuple[str, str], int] = {}  # by group and kind of device the steps before its first set-up
+_EARLY: dict[tuple[str, str], tuple[Life, int]] = {}  # by group and kind of device the steps before its first set-up
 _ANNOUNCED: weakref.WeakSet[Any] = weakref.WeakSet()  # default groups whose ranks know which process this is
 _NUMBERS = itertools.count()
 _FORKS: list[int] = []  # the process that asked to be told of forks
@@ -179,10 +179,12 @@ def _known(name: str, behind: object, device: torch.device) -> Communicator:
         announce()
         _refuse_failed(key, member, behind)
         made = _make(name, member, device)
-        made.steps = _EARLY.pop((name, device.type), 0)
+        present, steps = _EARLY.pop((name, device.type), (made.bootstrap, 0))
+        made.steps = steps if present.number == made.bootstrap.number else 0
         try:
             made.open()
-        except BaseException:
+        except BaseException as error:
+            made.end_half_way(error)
             with _LOCK:
                 _FAILED[key] = (member, made)
             raise
@@ -203,41 +205,41 @@ def _refuse_failed(key: _Key, member: _Member, behind: object) -> None:
 
 
 def renew(name: str) -> None:
-    """Forgets set-ups of a group that failed on this rank: the next call begins anew, with those of the other ranks."""
+    """Forgets set-ups of a group that failed on this rank, and what it refused before any: the next call begins anew,
+    with those of the other ranks.
+    """
     with _LOCK:
         failed = [_FAILED.pop(key)[1] for key in tuple(_FAILED) if key[0] == name]
+        early = [_EARLY.pop(key)[0] for key in tuple(_EARLY) if key[0] == name]
     for comm in failed:
         comm.close()
+    for present in early:  # as peers do, which have a set-up that failed to close
+        present.end()
 
 
-def report(error: BaseException, group: Any, given: Sequence[Any], what: str) -> None:
-    """Reports to the peers that this rank's call of `what` raised, where nothing of it was started: those that wait for
-    it raise, too. `given`: what was passed to it; its first tensor says of which device's communicator it is.
-
-    Raises nothing: the caller raises `error`.
+def report(error: BaseException, name: str, kind: str, what: str) -> None:
+    """Report to the peers that this rank's call of `what` raised, where nothing of it was started: those that wait for
+    it raise, too. `kind`: cpu or cuda, where the tensors of the call are.
     """
-    with contextlib.suppress(Exception):
-        name = name_of(group)
-        if is_settled(error) or (size_of(name) or 1) == 1:
-            return
-        kind = next((one.device.type for one in given if isinstance(one, torch.Tensor)), None)
-        what = f"`{what}`"
-        known = every(name)
-        for comm in known:
-            if kind in (None, comm.kind):
-                comm.report(error, what)
-        if not known and not any(key[0] == name for key in _FAILED):
-            _report_early(error, name, kind or ("cuda" if torch.cuda.is_available() else "cpu"), what)
+    if is_settled(error, name) or (size_of(name) or 1) == 1:
+        return
+    settle(error, name)
+    known = every(name)
+    for comm in [one for one in known if one.kind == kind] or known:
+        comm.report(error, what)
+    if not known and not any(key[0] == name for key in _FAILED):
+        _report_early(error, name, kind, what)
 
 
 def _report_early(error: BaseException, name: str, kind: str, what: str) -> None:
     """The group is not set up yet."""
     member = _member(name)
+    present = life(member.bootstrap, kind)
     with _LOCK:
-        step = _EARLY.get((name, kind), 0)
-        _EARLY[name, kind] = step + 1
-    settle(error)
-    reports = member.world.reports(life(member.bootstrap, kind))
+        before, step = _EARLY.get((name, kind), (present, 0))
+        step = step if before.number == present.number else 0
+        _EARLY[name, kind] = present, step + 1
+    reports = member.world.reports(present)
     reports.put(step_key(0, step, reports.rank), raised(error, what, 0).pack())
     reports.alarm()
 

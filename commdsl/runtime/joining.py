@@ -14,13 +14,13 @@ from dataclasses import replace
 
 from commdsl.machine.config import DEFAULT_TIMEOUT, Config
 from commdsl.program.memory import Transport
-from commdsl.runtime.bootstrap import POLL_SECONDS, Bootstrap, SharedBootstrap, World, life
+from commdsl.runtime.bootstrap import POLL_SECONDS, Bootstrap, SharedBootstrap, StoreError, World, life, unanswered
 from commdsl.runtime.breaking import Breaking, in_our_words, settle
 from commdsl.runtime.compared import Compared, user_line
 from commdsl.runtime.desk import Notice
 from commdsl.runtime.errors import AgreementError, GroupError
 from commdsl.runtime.failures import apart
-from commdsl.runtime.said import Words
+from commdsl.runtime.said import WAITS, Words
 from commdsl.runtime.setups import Raised, Setup, disagreement, unpacked
 from commdsl.runtime.watch import own_process, watcher
 
@@ -35,7 +35,10 @@ class Joining(Breaking):
         self, name: str, bootstrap: Bootstrap, config: Config, notice: Notice, kind: str, world: World
     ) -> None:
         """`kind`: cpu or cuda; the ends of a group for different kinds do not hear each other."""
-        present = life(bootstrap, kind)
+        try:
+            present = life(bootstrap, kind)
+        except StoreError as error:
+            raise unanswered(bootstrap.rank, error, f"set up group `{name}`") from error
         super().__init__(name, present, world.reports(present), config.timeout or DEFAULT_TIMEOUT, notice)
         self.kind = kind
         self.config = config
@@ -60,7 +63,7 @@ class Joining(Breaking):
         except AgreementError:
             raise  # on every rank, and before anything was sent
         except BaseException as error:
-            self.fail(error, call)
+            self.fail(error, Words(call))
             raise
 
     def _comparing(self) -> Compared:
@@ -78,8 +81,8 @@ class Joining(Breaking):
             self._watch(self._announced())
             self._enter()
         except BaseException as error:
-            failure = in_our_words(error, what)
-            self.fail(failure, what)
+            failure = in_our_words(error, what, self.rank)
+            self.fail(failure, Words(what, verb=WAITS))
             if failure is error:
                 raise
             raise failure from error
@@ -149,12 +152,12 @@ class Joining(Breaking):
         def judge(rank: int, value: bytes) -> None:
             theirs = unpacked(value)
             if isinstance(theirs, Raised):
-                raise apart(self.name, rank, theirs, self.rank, Words(mine.what))
+                raise apart(self.name, rank, theirs, self.rank, self.doing())
             if theirs == mine:
                 return
             self.reports.put(f"{text}/{self.rank}", mine.pack_source())
             error = disagreement(self.name, self.rank, mine, rank, theirs, self._answer(f"{text}/{rank}", rank))
-            raise settle(error)
+            raise settle(error, self.name)
 
         self.is_stepping = True
         try:

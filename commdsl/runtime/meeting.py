@@ -36,6 +36,7 @@ class Meeting(ABC):
         self.timeout = timeout
         self.notice = notice
         self.gone: set[int] = set()
+        self.awaited = ""  # what this rank waits for peers to do, outside of kernels
         self._interrupted_until = 0.0
         self._polls = itertools.count().__next__
 
@@ -74,10 +75,13 @@ class Meeting(ABC):
             return self.ended(absent, elsewhere)
 
         key = f"{self.generation}/{key}"
-        patience = seconds or self.timeout
-        if judge is None:
-            return exchange(self.bootstrap, key, value, patience, what, ended)
-        return exchange(self.reports, key, value, patience, what, ended, judge)
+        patience, self.awaited = seconds or self.timeout, what
+        try:
+            if judge is None:
+                return exchange(self.bootstrap, key, value, patience, what, ended)
+            return exchange(self.reports, key, value, patience, what, ended, judge)
+        finally:
+            self.awaited = ""
 
     # --- what the watcher says ----------------------------------------------------------------------------------------
 

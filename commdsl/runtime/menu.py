@@ -152,16 +152,12 @@ def run(
 
         settings = {"op": op, "root": root, "timeout": timeout, "wire": wire, "lengths": lengths}
         return untraced(run, collective, x, nbytes, group, async_op=True, **settings)
-    try:
-        if wire is not None:
-            chosen = compressed(collective, wire, size(group))
-        elif lengths is not None:
-            chosen = uneven(collective, group, x, lengths)
-        else:
-            chosen = of_group(collective, group, x.device, root).op(nbytes)
-    except BaseException as error:
-        groups.report(error, group, (x,), collective)
-        raise
+    if wire is not None:
+        chosen = compressed(collective, wire, size(group))
+    elif lengths is not None:
+        chosen = uneven(collective, group, x, lengths)
+    else:
+        chosen = of_group(collective, group, x.device, root).op(nbytes)
     try:
         return chosen(x, group=group, op=op, async_op=async_op, timeout=timeout, lengths=lengths, about=about)
     except CaptureError as error:
@@ -224,11 +220,7 @@ def all_reduce_in_place(
         from commdsl.runtime.traced import untraced  # a second, as above
 
         return untraced(all_reduce_in_place, x, group, op, timeout, async_op=True)  # type: ignore[no-any-return]
-    try:
-        chosen = of_group("all_reduce", group, x.device).op(x.nbytes)
-    except BaseException as error:
-        groups.report(error, group, (x,), "all_reduce_")
-        raise
+    chosen = of_group("all_reduce", group, x.device).op(x.nbytes)
     try:
         if not async_op:
             _overwrite(chosen, x, group, op, timeout)

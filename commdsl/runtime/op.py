@@ -6,7 +6,7 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Never, TypeAlias
@@ -25,6 +25,7 @@ from commdsl.runtime.given import Asked, Patience, Reduction
 from commdsl.runtime.host import HostCommunicator
 from commdsl.runtime.products import Multiplying, multiplying
 from commdsl.runtime.program import Definition
+from commdsl.runtime.reporting import reported
 from commdsl.runtime.stamps import StampedStart, Stamps, of_launch
 from commdsl.runtime.starts import check_reductions, prepared, travelling
 from commdsl.runtime.timing import Timing
@@ -40,6 +41,10 @@ BEFORE = 3
 
 Load: TypeAlias = "Callable[..., Op]"
 """`load`, with arguments by their names."""
+
+
+def _shown(op: Op, /, *_: Any, **__: Any) -> str:
+    return f"`{op.shown}`"
 
 
 class Op(CompiledOp):
@@ -71,6 +76,7 @@ class Op(CompiledOp):
         if self._stamped is not None:
             self._stamped.release(group)
 
+    @reported(what=_shown)
     def __call__(
         self,
         *inputs: torch.Tensor,
@@ -93,20 +99,16 @@ class Op(CompiledOp):
         """
         if others:
             given.unexpected(self.shown, Op.__call__, others, self.input_names)
-        try:
-            asked = given.asked(op, timeout, lengths, about)
-            if not async_op:
-                return self._result(inputs, group, asked)
-            if torch.compiler.is_compiling():
-                from commdsl.runtime.traced import untraced  # a second, where torch has traced nothing yet
+        asked = given.asked(op, timeout, lengths, about)
+        if not async_op:
+            return self._result(inputs, group, asked)
+        if torch.compiler.is_compiling():
+            from commdsl.runtime.traced import untraced  # a second, where torch has traced nothing yet
 
-                settings = {"group": group, "op": op, "timeout": timeout, "lengths": lengths, "about": about}
-                work: Work = untraced(self, *inputs, async_op=True, **settings)
-                return work
-            return self.started(inputs, group, asked, partial(self._result, inputs, group, asked))
-        except BaseException as error:
-            groups.report(error, group, inputs, self.shown)
-            raise
+            settings = {"group": group, "op": op, "timeout": timeout, "lengths": lengths, "about": about}
+            work: Work = untraced(self, *inputs, async_op=True, **settings)
+            return work
+        return self.started(inputs, group, asked, partial(self._result, inputs, group, asked))
 
     @property
     def stamped(self) -> Op:
@@ -117,6 +119,7 @@ class Op(CompiledOp):
                 self._stamped = Op(self.name, asked, self.ranks, self._inverse, self._load)
             return self._stamped
 
+    @reported(what=lambda op, /, *_, **__: f"`{op.shown}.profiled`")
     def profiled(
         self,
         *inputs: torch.Tensor,
@@ -143,6 +146,7 @@ class Op(CompiledOp):
         outputs = call(inputs)
         return outputs[0] if len(outputs) == 1 else tuple(outputs), call.profile()
 
+    @reported(what=_shown)
     def in_place(
         self,
         *inputs: torch.Tensor,
@@ -155,18 +159,14 @@ class Op(CompiledOp):
         """Overwrites the `inout` tensors; only for schedules that are proved to allow it. The rest as for a call."""
         if others:
             given.unexpected(f"{self.shown}.in_place", Op.in_place, others, self.input_names)
-        try:
-            asked = given.asked(op, timeout, lengths)
-            if not self.works_in_place:
-                raise TensorError(f"`{self.shown}` cannot work in place: a chunk is overwritten before it is read")
-            if len(inputs) == self.num_inputs and eager.skips_dispatcher(inputs):
-                self.bound(inputs, group, asked, in_place=True)(inputs)
-                autograd.count_write(self, inputs)
-            else:
-                self._dispatch(f"{self.name}_", inputs, group, asked)
-        except BaseException as error:
-            groups.report(error, group, inputs, self.shown)
-            raise
+        asked = given.asked(op, timeout, lengths)
+        if not self.works_in_place:
+            raise TensorError(f"`{self.shown}` cannot work in place: a chunk is overwritten before it is read")
+        if len(inputs) == self.num_inputs and eager.skips_dispatcher(inputs):
+            self.bound(inputs, group, asked, in_place=True)(inputs)
+            autograd.count_write(self, inputs)
+        else:
+            self._dispatch(f"{self.name}_", inputs, group, asked)
 
     def _result(self, inputs: tuple[torch.Tensor, ...], group: Any, asked: Asked) -> Result:
         if len(inputs) - self.num_inputs in (0, self.num_scales):
@@ -196,16 +196,9 @@ class Op(CompiledOp):
         if isinstance(comm, DeviceCommunicator):
             return on_stream(call, inputs, comm.side_stream, comm.check)
         assert isinstance(comm, HostCommunicator)
+        return on_thread(reported(lambda: comm, lambda: _shown(self))(call), comm.submit)
 
-        def reported() -> Result:
-            try:
-                return call()
-            except BaseException as error:
-                comm.report(error, self.shown)
-                raise
-
-        return on_thread(reported, comm.submit)
-
+    @reported(what=lambda op, /, *_, **__: f"`{op.shown}.visit`")
     def visit(
         self,
         *arguments: Any,
@@ -235,23 +228,6 @@ class Op(CompiledOp):
         If `fn` raises, the other ranks still get all that is theirs and the group can be used; where what it was to
         write travels on, the group is broken until every rank has called `commdsl.reset()`, and the exception says so.
         """
-        try:
-            return self._visit(arguments, group, op, timeout, timing, about, last, functions)
-        except BaseException as error:
-            groups.report(error, group, arguments, f"{self.shown}.visit")
-            raise
-
-    def _visit(
-        self,
-        arguments: tuple[Any, ...],
-        group: Any,
-        op: Reduction,
-        timeout: Patience,
-        timing: Timing | None,
-        about: str,
-        last: int | None,
-        functions: Mapping[str, Function],
-    ) -> Result:
         inputs, known = split(self.shown, arguments, functions)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
             raise GradientError(
@@ -285,20 +261,12 @@ class Op(CompiledOp):
 
     def functional(self, *arguments: Any) -> Result:
         inputs, group_name, asked = self.split(arguments)
-        try:
-            outputs = self.bound(inputs, group_name, asked)(inputs)
-        except BaseException as error:
-            groups.report(error, group_name, inputs, self.shown)
-            raise
+        outputs = self.bound(inputs, group_name, asked)(inputs)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def mutating(self, *arguments: Any) -> None:
         inputs, group_name, asked = self.split(arguments)
-        try:
-            self.bound(inputs, group_name, asked, in_place=True)(inputs)
-        except BaseException as error:
-            groups.report(error, group_name, inputs, self.shown)
-            raise
+        self.bound(inputs, group_name, asked, in_place=True)(inputs)
 
     def fake(self, *arguments: Any) -> Result:
         inputs, group_name, asked = self.split(arguments)

@@ -11,6 +11,7 @@ import torch
 
 from commdsl.runtime import autograd
 from commdsl.runtime.op import Inverse, Load, Op
+from commdsl.runtime.operators import define
 from commdsl.runtime.program import Definition
 
 
@@ -18,7 +19,8 @@ class _Registry:
     """The ops of this process. torch keeps its own such table; this one remembers what each name stands for."""
 
     def __init__(self) -> None:
-        self.library = torch.library.Library("commdsl", "FRAGMENT")
+        self.library = torch.library.Library("commdsl", "FRAGMENT")  # of operators that have a name of their own
+        self.libraries: list[torch.library.Library] = []  # one an op
         self.ops: dict[str, tuple[str, Op]] = {}
         self.lock = threading.RLock()
 
@@ -42,7 +44,13 @@ def register(name: str, digest: str, definition: Definition, ranks: int, inverse
             name = f"{name}_{digest[:8]}"
         if name not in table.ops:
             made = Op(name, definition, ranks, inverse, load)
-            _define(table.library, made)
+            library = torch.library.Library("commdsl", "FRAGMENT")
+            try:
+                _define(library, made)
+            except BaseException:
+                library._destroy()  # torch would refuse a second definition of what it knows in part
+                raise
+            table.libraries.append(library)
             table.ops[name] = (digest, made)
         return table.ops[name][1]
 
@@ -60,11 +68,8 @@ def _define(library: torch.library.Library, op: Op) -> None:
         + ", float? timeout=None"
     )
     tail += "".join(f", Tensor? {name}=None" for name in signature.scales)
-    tags = (torch.Tag.pt2_compliant_tag,)
-    library.define(f"{op.name}({', '.join(f'Tensor {name}' for name in names)}, {tail}) -> {returns}", tags=tags)
-    for key in ("CPU", "CUDA"):
-        library.impl(op.name, op.functional, key)
-    torch.library.register_fake(f"commdsl::{op.name}", op.fake, lib=library)
+    given = ", ".join(f"Tensor {name}" for name in names)
+    define(library, f"{op.name}({given}, {tail}) -> {returns}", op.functional, op.fake, f"`{op.shown}`")
     if signature.outputs:  # else what it does is what visits see
         autograd.register(library, op)
     if signature.in_place is None:
@@ -73,8 +78,5 @@ def _define(library: torch.library.Library, op: Op) -> None:
         f"Tensor({chr(ord('a') + index)}!) {name}" if index in signature.in_place else f"Tensor {name}"
         for index, name in enumerate(names)
     ]
-    library.define(f"{op.name}_({', '.join(written)}, {tail}) -> ()", tags=tags)
-    for key in ("CPU", "CUDA"):
-        library.impl(f"{op.name}_", op.mutating, key)
-    torch.library.register_fake(f"commdsl::{op.name}_", lambda *_: None, lib=library)
+    define(library, f"{op.name}_({', '.join(written)}, {tail}) -> ()", op.mutating, lambda *_: None, f"`{op.shown}`")
     autograd.refuse_in_place(library, op)

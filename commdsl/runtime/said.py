@@ -21,6 +21,9 @@ from commdsl.runtime.errors import AgreementError, PeerError
 ANSWER_SECONDS = 2.0
 """So long who raises waits for what peers say: they raise, too, but not at the same moment."""
 
+WAITS = "was to"
+"""The verb of a rank that waits for peers to do the same: `rank 1 was to set up ...`."""
+
 Kept = TypeVar("Kept")
 
 POLL_SECONDS = 0.005
@@ -30,10 +33,17 @@ MOST_KNOWN = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A call in words. `detail`: the file and the digest of its kernel, shown where two calls have the same words."""
+    """A call in words. `detail`: the file and the digest of its kernel, shown where two calls have the same words.
+    `verb`: what a rank does with it; `WAITS` for a step outside of kernels.
+    """
 
     call: str
     detail: str = ""
+    verb: str = "calls"
+
+    def of(self, rank: int, detailed: bool = False) -> str:
+        """Return the clause that says this of a rank, `detailed` with file and digest where they are known."""
+        return f"rank {rank} {self.verb} {self.call}{f' ({self.detail})' if detailed and self.detail else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +61,12 @@ class Line:
     differs: bool = False
     one: int = -1
     other: int = -1
+    verb: str = "calls"
+
+    @property
+    def words(self) -> Words:
+        """The call that the rank was in."""
+        return Words(self.call, self.detail, self.verb)
 
 
 class Said:
@@ -103,7 +119,7 @@ class Said:
         if isinstance(why, PeerError) and why.gone is None:
             more["by"] = why.rank
         by, differs = more.pop("by", self._bootstrap.rank), more.pop("differs", isinstance(why, AgreementError))
-        line = Line(words.call, words.detail, text, gone, by, bool(differs), **more)
+        line = Line(words.call, words.detail, text, gone, by, bool(differs), verb=words.verb, **more)
         with suppress(RuntimeError):  # of a store whose server has ended
             self._bootstrap.put(self._key(self._bootstrap.rank), json.dumps(astuple(line)).encode())
             self._alarm()

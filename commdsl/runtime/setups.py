@@ -102,7 +102,7 @@ def disagreement(group: str, rank: int, mine: Setup, other: int, theirs: Setup, 
     if any(name == KERNEL for name, _, _ in differs):
         found = _texts(mine.source, json.loads(text or b"null"), here, there)
         sides = f"{there} has {theirs.detail}, {here} has {mine.detail}"
-        words = [found] if found else words or [f"{sides}, of two versions of a file or of commdsl"]
+        words = [found, sides] if found else words or [f"{sides}, of two versions of a file or of commdsl"]
     return AgreementError(f"ranks {other} and {rank} of group `{group}` set up another {mine.what}: {'; '.join(words)}")
 
 

@@ -323,18 +323,19 @@ def _block(signature: Signature, number: int, tensors: Sequence[torch.Tensor]) -
     if many := _counting(port, tensor):
         return shape[many:]
     if port.blocks > 1:
-        must(tensor.dim() > 0)
-        must(tensor.shape[0] % port.blocks == 0)
+        must(tensor.dim() > 0, f"expected {port.blocks} blocks along dimension 0, got a number")
+        must(tensor.shape[0] % port.blocks == 0, f"dimension 0, {tensor.shape[0]}, is no multiple of {port.blocks}")
         shape[0] = shape[0] // port.blocks
     return shape
 
 
-def must(holds: Any) -> None:
-    """States what has to hold of sizes. torch is told where they are symbolic, or where it does not: it imports sympy
-    before it looks, which would cost the first call of every process 0.4 s.
+def must(holds: Any, otherwise: str) -> None:
+    """Raises TensorError (C951), which says `otherwise`, unless something holds of sizes. torch is told where they are
+    symbolic, or where it does not: it imports sympy before it looks, which would cost the first call of every process
+    0.4 s.
     """
     if holds is not True:
-        torch._check(holds)
+        torch._check_with(TensorError, holds, lambda: otherwise)
 
 
 def _stacked(port: Port, block: list[Any]) -> list[Any]:

@@ -147,7 +147,7 @@ class Visiting:
         with self._communicator.whole():
             failure = self._run(streams, functions, held, bases, results)
         if failure is not None:
-            settle(failure)  # the others have all that is theirs
+            settle(failure, self._communicator.name)  # the others have all that is theirs
             try:
                 raise failure
             finally:

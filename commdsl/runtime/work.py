@@ -64,6 +64,8 @@ class Work(TorchWork):
 class HostWork(Work):
     """The Work of a call that runs on a thread."""
 
+    _is_asked = True  # where `__init__` did not come to its end, nobody can ask
+
     def __init__(self, future: Future[Result]) -> None:
         super().__init__()
         self._future = future
