@@ -1,6 +1,6 @@
-"""Draws programs of tasks: products that depend on one another, of several factors, sizes and endings, with puts between.
+"""Draws programs of tasks: products that depend on one another, of several factors, sizes and endings, and puts.
 
-Each is a `.comm` text with the contract that it keeps, and what it computes as a tree, which `value` evaluates in float64
+Each is a `.comm` text with the contract that it keeps, and a tree of what it computes, which `value` evaluates in float64
 from the words of the language's README. Shares nothing with the compiler.
 """
 

@@ -61,7 +61,7 @@ def test_drawn_programs_are_proved(turns: Callable[..., int], tmp_path: Path) ->
 def test_a_dropped_wait_is_refused(turns: Callable[..., int], tmp_path: Path) -> None:
     """Each wait of each task: without it two accesses come in no order, whoever judges."""
     dropped = 0
-    for seed in range(turns(60)):
+    for seed in range(turns(200)):
         found = compiler.check(compiler.read_text(drawn(seed).text, "drawn.comm", tmp_path), ranks=2)
         assert found.visits is not None
         stopped = stopping(found.schedule).schedule
@@ -71,7 +71,7 @@ def test_a_dropped_wait_is_refused(turns: Callable[..., int], tmp_path: Path) ->
                 codes = [one.code for one in check_plan(stopped, changed)]
                 assert codes == ["C640"] or (not codes and not [*wrong_orders(changed)]), (seed, words)
                 dropped += 1
-    assert dropped > 20
+    assert dropped
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -209,13 +209,13 @@ def test_sizes_that_differ(shapes: dict[str, tuple[int, ...]], words: str) -> No
 
 
 def test_a_size_that_is_twice_itself(tmp_path: Path) -> None:
-    """`w` has as many rows as it has columns, and twice as many: there is no such matrix."""
+    """A gated product has half as many columns as one without a gate: the sum of both is no matrix."""
     text = """schedule twice for P ranks where P >= 2 {
-  input x   input w   scratch h   scratch a   output y
-  ensure each r { y == matmul((matmul(x @ (r - 1) % P, w) with swiglu), w) }
-  each r { put x -> a @ (r + 1) % P }
-  each r { compute matmul(a, w -> h) with swiglu }
-  each r { compute matmul(h, w -> y) }
+  input x   input w   scratch g   output y
+  ensure each r { y == sum((matmul(x, w) with swiglu), matmul(x @ (r - 1) % P, w @ (r - 1) % P)) }
+  each r { compute matmul(x, w -> y) with swiglu }
+  each r { compute matmul(x, w -> g) }
+  each r { reduce g @ (r - 1) % P -> y }
 }
 """
     with pytest.raises(CommError, match="C322"):

@@ -55,7 +55,7 @@ def own_units(located: Located) -> Iterator[Diagnostic]:
 
 
 def unknown_units(located: Located) -> Iterator[Diagnostic]:
-    """C322, for every buffer that a yield names and that is as long as nobody says."""
+    """C322, for every buffer that a yield or a product names and that is as long as nobody says."""
     schedule = located.schedule
     known = units(schedule)
     for number in _handed(schedule) if schedule.stops else ():  # beside a task none is built yet
@@ -63,13 +63,16 @@ def unknown_units(located: Located) -> Iterator[Diagnostic]:
         if known[buffer.name] is None:
             what = f"nothing says how long the blocks of `{buffer.name}` are"
             label = "no move joins it to what the caller gives, which may differ in length"
+            if schedule.has_products:
+                label = "no size fits all products: a side of it would be twice as long as itself"
             help = f"name one that is as long: `{buffer.name} like {_first_given(known)}`"
             yield Diagnostic("C322", what, Label(buffer.span, label), help=help)
 
 
 def _handed(schedule: Schedule) -> list[int]:
     yields = [step for step in schedule.steps if isinstance(step, Yield)]
-    return sorted({buffer for step in yields for buffer in (*step.reads, *step.writes)})
+    handed = {buffer for step in yields for buffer in (*step.reads, *step.writes)}
+    return sorted(handed | {buffer for product in schedule.products for buffer in product})
 
 
 def _first_given(known: dict[str, Unit | None]) -> str:

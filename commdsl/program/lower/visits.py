@@ -25,7 +25,7 @@ from itertools import groupby
 from commdsl.ir.classes import joining, units
 from commdsl.ir.landing import landing
 from commdsl.ir.schedules import Buffer, Schedule, Tuning, Yield
-from commdsl.language.diagnostics import InternalError
+from commdsl.language.diagnostics import CommError, Diagnostic, InternalError, Label
 from commdsl.language.kinds import GIVEN, RETURNED, BufferKind, MoveKind
 from commdsl.program.agree import none_heard
 from commdsl.program.launches import Launch, Return, Visit, opening, touches
@@ -155,6 +155,9 @@ class _Walk:
         added = (*(kept for kept in made.sums if kept != writes[0] or len(task.products) == 1), *residual)
         self.needs[1].append(self.waits.touched(operands))
         self.needs[2].extend(self.waits.touched(added))
+        if task.activation and task.added:
+            label = Label(step.span, f"`{task.activation}` is of products and a bias, and more is added before it")
+            raise CommError((Diagnostic("C592", "no kernel runs this product", label),))
         task = self._with_waits(task, number)
         self.caller.append(task)
         self.waits.task(number, (*operands, *added), writes, task.counters)
