@@ -8,6 +8,7 @@ show that launches overlap: each is over before what comes after it is started, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,9 @@ from commdsl.program.visited import kept_by, plan_of, segments, started
 class Visited:
     """What the oracle handed over at yields with a body, as it ran them."""
 
-    def __init__(self, schedule: Schedule, elements: int, dtype: DType, depths: Mapping[int, int]) -> None:
+    def __init__(
+        self, schedule: Schedule, elements: int, dtype: DType, depths: Mapping[int, int] = MappingProxyType({})
+    ) -> None:
         """`depths`: by factor of a product, the columns of its rows."""
         self._depths = depths
         self._schedule = schedule

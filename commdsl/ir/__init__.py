@@ -4,6 +4,7 @@ schedules     a schedule: buffers, contracts, steps of moves as arrays
 marks         keyed 64-bit marks of what is compared, drawn anew in each process
 lengths       by what its blocks have lengths of their own, and who knows which
 classes       what its buffers are made of: length of a block, element type
+extents       the tensors of a call -> how long its blocks are, and the sides of matrices
 landing       which buffers of a schedule peers may put to themselves
 held          what each yield of a schedule hands over
 products      products of a schedule -> visits of ours, on single chunks

@@ -149,7 +149,7 @@ class Plan:
     @property
     def is_static(self) -> bool:
         """Whether it moves chunks by tables of its own, not rows by a routing that comes with a call."""
-        return any(isinstance(phase, Moves | Launch | Visit | Tasks | Return) for phase in self.phases)
+        return self.is_visited or any(isinstance(phase, Moves) for phase in self.phases)
 
     @property
     def is_visited(self) -> bool:

@@ -22,10 +22,10 @@ def verify_visited(plan: Plan) -> None:
     every = [one.turn for one in between if not isinstance(one, Task)]
     every += [product.turn for task in tasks(plan) for product in task.products]
     _law(len({*every}) == len(every), "two phases have one turn")
+    for some in (launches(plan), visits(plan)):
+        turns = [one.turn for one in some]
+        _law(turns == sorted(turns), "phases of a role are not in the order of their turns")
     for role in plan.roles:
-        inner = (phase.rows if isinstance(phase, Tasks) else (phase,) for phase in role.phases)
-        turns = [phase.turn for some in inner for phase in some if isinstance(phase, Launch | Visit | Task | Return)]
-        _law(turns == sorted(turns), f"the phases of `{role.name}` are not in the order of their turns")
         for phase in role.phases:
             _law(isinstance(phase, Launch) != role.is_caller, f"`{role.name}` does what another role does")
     _law([isinstance(phase, Return) for phase in visits(plan)][-1:] == [True], "the caller's last phase is no return")

@@ -191,9 +191,8 @@ class _Walk:
     def _other(self, name: str) -> Kept:
         """The copy for what is written anew: not the one that is there, which may still be read."""
         here = self.at.get(name)
-        order = (2, 1) if here is not None and here.copy == 1 else (1, 2)
-        lent = {one.copy for other, one in self.at.items() if one.name == name != other}
-        return self._copy(name, order[0] if order[0] not in lent or order[1] in lent else order[1])
+        is_lent = here is None and any(one.name == name and one.copy == 1 for one in self.at.values())
+        return self._copy(name, 2 if is_lent or (here is not None and here.copy == 1) else 1)
 
     def _anew(self, name: str) -> Kept:
         """Where the caller's function writes what it did not read: as before, until a launch has read that."""

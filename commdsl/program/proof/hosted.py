@@ -118,7 +118,7 @@ def graph_of(plan: Plan) -> Graph:
     for number, is_end in host_order(plan):
         first = ended[number] if is_end else opened[number]
         graph.before[first].append(Edge(last, is_late=is_end and last in begun and latest > number))
-        graph.before[first] += [Edge(ended[number - 1])] if is_end and number else []
+        graph.before[first] += [Edge((ended if is_end else begun)[number - 1])] if number else []
         last, latest = (first, latest) if is_end else (begun[number], number)
     over = _caller(graph, plan, start, opened, ended)
     for number, launch in enumerate(ahead):
