@@ -40,14 +40,14 @@ def on_ranks(names: tuple[str, ...], work: Callable[[int], Any]) -> list[Any]:
 
 
 def test_disagreements() -> None:
-    """Of sixty drawn disagreements and injected errors none ends by a time-out: all ranks raise, with the reason."""
-    faults = [f"{one.fault}: {one.case.kind}, {one.errors}" for one in series(60, 3, 11) if one.fault]
+    """Of thirty drawn disagreements and injected errors none ends by a time-out: all ranks raise, with the reason."""
+    faults = [f"{one.fault}: {one.case.kind}, {one.errors}" for one in series(30, 3, 11) if one.fault]
     assert faults == []
 
 
 def test_disagreements_of_processes() -> None:
     """So do all ranks that live where ranks are processes, of which some are killed, exit or raise on their own."""
-    faults = [one.line for one in disagreement_processes.series(10, 3, 4) if one.fault]
+    faults = [one.line for one in disagreement_processes.series(8, 3, 4) if one.fault]
     assert faults == []
 
 
@@ -67,7 +67,7 @@ def test_an_error_at_any_step() -> None:
 
     A sample of the steps: `python tests/disagreements.py --every-step` goes through all of them.
     """
-    found = every_step.series(3, 12)
+    found = every_step.series(3, 6)
     assert [one.line for one in found if one.fault] == []
     assert {one.case.scene for one in found if any(one.errors)} >= every_step.CALLS.keys()
 

@@ -1,6 +1,6 @@
 """Turns a schedule with yields into a Plan of launches, with the caller's visits beside them.
 
-Assumes a schedule that passed the checks, without tasks. Does not prove the Plan (`proof.visits` does). The stacked
+Assumes a schedule that passed the checks, without element-wise tasks. Does not prove the Plan (`proof.visits` does). The stacked
 form, one launch that hands all yields over at its end, is `lower`'s.
 
 Every write of a launch goes to the copy that is not read: so what visits stays until its visit is over, while the next
