@@ -17,7 +17,7 @@ from commdsl.program.visited import host_order, launches, tasks
 
 @dataclass
 class Reached:
-    """How far a call goes while one phase is held back."""
+    """The progress of a call while one phase is held back."""
 
     opened: set[int] = field(default_factory=set)  # launches whose peers may write
     begun: set[int] = field(default_factory=set)
@@ -29,8 +29,8 @@ class Reached:
 
 
 def run(plan: Plan, held: tuple[str, int] | None = None, *, workers: int | None = None) -> Reached:
-    """Return what happens whenever `held`, a launch or a task by number, is never over. `workers`: 1, or as many as
-    there are tasks.
+    """Return the progress of a call in which `held`, a launch or a task by number, is never over. `workers`: 1, or as
+    many as there are tasks.
     """
     found, every, ahead = Reached(), tasks(plan), launches(plan)
     order, at = host_order(plan), 0

@@ -1,7 +1,7 @@
 """Draws programs of tasks: products that depend on one another, of several factors, sizes and endings, and puts.
 
-Each is a `.comm` text with the contract that it keeps, and a tree of what it computes, which `value` evaluates in float64
-from the words of the language's README. Shares nothing with the compiler.
+Each is a `.comm` text with the contract that it keeps, and a tree of what it computes, which `value` evaluates in
+float64 by the rules of the language's README. Shares nothing with the compiler.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Made:
-    """Products summed up, then a bias, an activation, and what is added behind it."""
+    """A sum of products and matrices, then a bias, an activation, and a residual."""
 
     terms: tuple[tuple[Node, Node], ...]
     added: tuple[Node, ...] = ()
@@ -37,7 +37,7 @@ Node: TypeAlias = Leaf | Made
 
 
 def moved(node: Node) -> Node:
-    """What a put brings the next rank: all of it is of a rank one further away."""
+    """Return the value that a put brings the next rank: all leaves are one rank further away."""
     if isinstance(node, Leaf):
         return replace(node, shift=node.shift - 1)
     return Made(
@@ -54,7 +54,7 @@ def moved_leaf(leaf: Leaf) -> Leaf:
 
 
 def text_of(node: Node) -> str:
-    """The term of a contract."""
+    """Return the term of a contract."""
     if isinstance(node, Leaf):
         return node.name if node.shift == 0 else f"{node.name} @ (r - {-node.shift}) % P"
     terms = [f"matmul({text_of(rows)}, {text_of(factor)})" for rows, factor in node.terms]
@@ -67,7 +67,7 @@ def text_of(node: Node) -> str:
 
 
 def value(node: Node, rank: int, given: Sequence[Mapping[str, Any]]) -> Any:
-    """What it is on a rank, in float64."""
+    """Return the value on a rank, in float64."""
     if isinstance(node, Leaf):
         return given[(rank + node.shift) % len(given)][node.name].double()
     found = sum(value(rows, rank, given) @ value(factor, rank, given).t() for rows, factor in node.terms)
@@ -84,7 +84,7 @@ def value(node: Node, rank: int, given: Sequence[Mapping[str, Any]]) -> Any:
 
 @dataclass
 class Program:
-    """A drawn text. `shapes`: of each input, in the order of the text; `results`: of each output what it is."""
+    """A drawn text. `shapes`: by input, in the order of the text; `results`: by output its value."""
 
     text: str
     shapes: dict[str, tuple[int, ...]]
@@ -114,7 +114,7 @@ class _Drawing:
         return name
 
     def factor(self, depth: int, columns: int, *, is_gated: bool) -> tuple[str, Node]:
-        """A factor of these sides: an input, or one that came from the rank before."""
+        """Return a factor of these sides: an input, or one that came from the rank before."""
         key = depth, columns, is_gated
         if key not in self.factors:
             wide = self.widths[columns] * (2 if is_gated else 1)
@@ -136,7 +136,7 @@ class _Drawing:
         self.held[name] = width, moved(node)
 
     def product(self) -> None:
-        """One product, or a sum of several, with what it ends with."""
+        """Add one product, or a sum of several, with an epilogue."""
         source = self.dice.choice([*self.held])
         depth, columns = self.held[source][0], self.dice.randrange(len(self.widths))
         activation = self.dice.choice(("", "", "", "gelu", "swiglu"))
@@ -158,7 +158,7 @@ class _Drawing:
         self.held[name] = columns, made
 
     def added(self, name: str, columns: int, made: Made) -> Made:
-        """Another product, or a matrix, that is added to what was made."""
+        """Add another product, or a matrix, to a result."""
         alike = [one for one, (width, _) in self.held.items() if width == columns]
         if alike and self.dice.random() < 0.5:
             other = self.dice.choice(alike)
@@ -187,7 +187,7 @@ def drawn(seed: int, unit: int = 8) -> Program:
 
 
 def _program(one: _Drawing) -> Program:
-    """The text: what nothing reads is an output, and what is never used is left out."""
+    """Return the text: results that nothing reads are outputs, inputs that nothing reads are left out."""
     read = {word for step in one.steps for word in _words(step)}
     written = [name for name in one.held if name not in one.inputs]
     last = {name for name in written if sum(name in _words(step) for step in one.steps) == _writes(one.steps, name)}

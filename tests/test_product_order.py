@@ -132,7 +132,7 @@ def test_the_kernel_keeps_the_order(hopper: FakeHopper, seed: int, tmp_path: Pat
 
 
 def squares(plan: Plan) -> Callable[[Kept], tuple[int, ...]]:
-    """Factors of 64 by 64, and 96 rows of everything else."""
+    """Return the shapes of operands: 64 by 64 for factors, 96 rows for everything else."""
     factors = {product.factor for task in tasks(plan) for product in task.products}
     return lambda kept: (64 if kept in factors else 96, 64)
 
@@ -140,8 +140,8 @@ def squares(plan: Plan) -> Callable[[Kept], tuple[int, ...]]:
 def in_both_ways(
     hopper: FakeHopper, plan: Plan, seed: int, shape: Callable[[Kept], tuple[int, ...]]
 ) -> tuple[list[Any], list[Any]]:
-    """What a call makes by the kernel, with launches beside it, and phase by phase by torch. All ranks have the same
-    numbers, so what peers bring is what this rank has.
+    """Return all memory after a call by the kernel with launches beside it, and after the same phase by phase by torch.
+    All ranks have the same numbers, so what peers bring is what this rank has.
     """
     draw = torch.Generator().manual_seed(seed)
     every = dict.fromkeys(kept_by(plan))
@@ -172,7 +172,7 @@ def in_both_ways(
 
 
 def copies(launch: Launch) -> list[tuple[Kept, Kept]]:
-    """What a launch brings a rank, and from where, as if from itself."""
+    """Return the copies of a launch, as if from this rank to itself."""
     ops = launch.moves.ops
     rows = [row for row in range(*ops.rank_begin[:2].tolist()) if ops.kind[row] != OpKind.HOLD]
     assert all(ops.kind[row] == OpKind.COPY for row in rows)
@@ -183,8 +183,8 @@ def copies(launch: Launch) -> list[tuple[Kept, Kept]]:
 
 
 def moves(plan: Plan, held: dict[Kept, Any], made: fused.Fused, kernel: Matmul, words: int) -> Iterator[Move]:
-    """The launches, in their order: each waits for the tasks before it, copies, and says that it is over. Each wait
-    raises a word that nobody reads, so that they come one after another.
+    """Yield the launches in order: each waits for the tasks before it, copies, and signals its end. Each wait raises a
+    word that nobody reads, so that they come one after another.
     """
     nothing, unread = torch.zeros(0), iter(range(made._words, 512))
     for number, launch in enumerate(launches(plan)):

@@ -49,7 +49,7 @@ def at(path: Path, program: Program) -> str:
 
 
 def test_drawn_programs_are_proved(turns: Callable[..., int], tmp_path: Path) -> None:
-    """Each with the contract that it keeps; a second opinion finds no order open, and nobody who waits for ever."""
+    """Each keeps its contract; a second opinion finds no order open and no wait without end."""
     for seed in range(turns(120)):
         program = drawn(seed)
         found = compiler.check(compiler.read_text(program.text, "drawn.comm", tmp_path), ranks=3)
@@ -59,7 +59,7 @@ def test_drawn_programs_are_proved(turns: Callable[..., int], tmp_path: Path) ->
 
 
 def test_a_dropped_wait_is_refused(turns: Callable[..., int], tmp_path: Path) -> None:
-    """Each wait of each task: without it two accesses come in no order, whoever judges."""
+    """Without any wait of a task two accesses have no order, by the proof and by the second opinion."""
     dropped = 0
     for seed in range(turns(200)):
         found = compiler.check(compiler.read_text(drawn(seed).text, "drawn.comm", tmp_path), ranks=2)
@@ -182,7 +182,7 @@ def test_programs(name: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_are_one_kernel(hopper: FakeHopper, name: str) -> None:
-    """Of tasks whose sizes, factors and activations differ."""
+    """Tasks whose sizes, factors and activations differ run as one launch."""
     path, _, shapes = PROGRAMS[name]
     given = [one.to(torch.bfloat16) for one in numbers(shapes, 0).values()]
     for seed in range(2):
@@ -223,6 +223,6 @@ def test_a_size_that_is_twice_itself(tmp_path: Path) -> None:
 
 
 def test_results_are_trees() -> None:
-    """What is drawn has products of products."""
+    """Some drawn programs have products of products."""
     found = [node for seed in range(60) for node in drawn(seed).results.values() if isinstance(node, Made)]
     assert any(isinstance(rows, Made) for node in found for rows, _ in node.terms)

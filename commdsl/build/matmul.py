@@ -186,9 +186,9 @@ _MAPS = 4  # in multiples of so many, so that launches of about as many share a 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What the tasks of a launch have in common, as far as the kernel's text depends on it: how their operands lie, and
-    what some of them end with. `maps`: how many tensors TMA moves; `biases`: how many are given. `rows_map` and so on:
-    the one map that all tasks have of what is so called, -1 where they differ.
+    """The features that the tasks of a launch share, as far as the kernel's text depends on them: the layout of
+    operands, and what some tasks end with. `maps`: the number of tensors that TMA moves; `biases`: of biases given.
+    `rows_map`, `factor_map`, `result_map`: the one map that all tasks have, -1 where they differ.
     """
 
     a_deep: bool
@@ -205,13 +205,13 @@ class Form:
     result_map: int
 
     def factor_lines(self, tiling: Tiling) -> int:
-        """How many rows of a factor one load brings, as matmul_worker.cuh has it."""
+        """Return the number of rows of a factor that one load brings, as in matmul_worker.cuh."""
         if not self.b_deep:
             return _LINES
         return tiling.columns if tiling.cluster == 1 and self.activation not in (GATED, MIXED) else tiling.columns // 2
 
     def fits(self, tiling: Tiling) -> bool:
-        """Whether the kernel has this tiling: half of a tile of a gated task has whole panels."""
+        """Return whether the kernel has this tiling: half of a tile of a gated task has whole panels."""
         return self.activation != MIXED or (tiling.columns in (128, 256) and tiling.split == 1)
 
 
@@ -237,7 +237,7 @@ def form_of(products: Sequence[Product], rows: Sequence[TaskRow]) -> Form:
 
 
 def _only(maps: Iterable[int]) -> int:
-    """The one map that there is, -1 where there are several, or none."""
+    """Return the one map that there is, -1 where there are several, or none."""
     found = {*maps}
     return found.pop() if len(found) == 1 and NOWHERE not in found else -1
 
@@ -245,8 +245,8 @@ def _only(maps: Iterable[int]) -> int:
 @memoize
 @explained("write the text of a kernel")
 def emitted(form: Form, tiling: Tiling, *, is_stamped: bool = False) -> Emitted:
-    """The kernel's text, as a Plan's is: the same for any size and element type. `is_stamped`: it says when each piece
-    began and ended.
+    """Return the kernel's text, the same for any size and element type. `is_stamped`: it records when each piece began
+    and ended.
     """
     entry = "commdsl_matmul"
     text = (
@@ -259,8 +259,8 @@ def emitted(form: Form, tiling: Tiling, *, is_stamped: bool = False) -> Emitted:
 
 
 class Table(NamedTuple):
-    """What is made in which order: pieces, as many in each row as are taken at once, and a row behind all others; and
-    how many sums wait in memory.
+    """The order of work: rows of pieces that are taken at once, and an end row; and the number of partial sums that
+    wait in memory.
     """
 
     pieces: np.ndarray
@@ -299,8 +299,8 @@ def table(products: Sequence[Product], tiling: Tiling, workers: int) -> Table:
 
 
 def cut_tiles(products: Sequence[Product], tiling: Tiling, workers: int) -> list[int]:
-    """How many tiles of each task are cut: of the first, which waits for nothing, those that whole waves of all tasks
-    do not take; where it has fewer, of every task those that whole waves of it do not.
+    """Return the number of tiles of each task that are cut: of the first, which waits for nothing, those that whole
+    waves of all tasks do not take; where it has fewer, of every task those that whole waves of it do not.
     """
     tiles = [high * wide for high, wide, _ in (one.tiles(tiling) for one in products)]
     if tiling.parts == 1:
@@ -310,7 +310,9 @@ def cut_tiles(products: Sequence[Product], tiling: Tiling, workers: int) -> list
 
 
 def shares(tiles: int, depth: int, most: int, workers: int) -> int:
-    """How many workers these tiles are dealt out to: as many for each tile, where there are enough of them."""
+    """Return the number of workers that these tiles are dealt out to: as many for each tile, where there are enough of
+    them.
+    """
     each = min(most, workers // tiles, max(depth // _LEAST, 1))
     return tiles * each if each > 1 else max(tiles, min(workers, most * tiles, tiles * depth // _LEAST))
 
@@ -322,8 +324,9 @@ def _bands(high: int, band: int) -> list[range]:
 def _cut(
     tiles: Sequence[tuple[int, int]], depth: int, most: int, workers: int, turn: int, slots: int
 ) -> tuple[list[list[tuple[int, ...]]], int]:
-    """Lists of the stages of these tiles, as evenly as they go, for up to `most` of these workers a tile: what is left
-    for others, then what is added up of others' in later lists. `slots` are taken, and so many then.
+    """Return lists of the stages of these tiles, as even as possible, for up to `most` of these workers a tile: the
+    parts left for others, then, in later lists, the parts that add them up. `slots` are taken before, and returned
+    after.
     """
     if not tiles:
         return [], slots
@@ -344,12 +347,12 @@ def _cut(
 
 
 def slot_bytes(tiling: Tiling) -> int:
-    """What one slot holds: the float32 sums of the tiles of a cluster."""
+    """Return the bytes of a slot: the float32 sums of the tiles of a cluster."""
     return 4 * tiling.rows * tiling.columns * tiling.cluster
 
 
 def stores(product: Product, tiling: Tiling) -> int:
-    """What is counted when all of a turn is stored: each multiplier of a block counts its own."""
+    """Return the level of a task whose tiles are all stored: each multiplier of a block counts its own."""
     high, wide, _ = product.tiles(tiling)
     return high * wide * tiling.blocks * MULTIPLIERS
 
@@ -362,9 +365,9 @@ def packed(
     stamps: int,
     biases: Sequence[int],
 ) -> bytes:
-    """The kernel's one argument: the maps of tensors, the addresses of pieces, claims, tasks, sources, places, waits,
-    words, partials, flags and two scales, how long a block waits for what others do, the address of time stamps, how
-    much there is to take, and the addresses of biases.
+    """Return the kernel's one argument: the maps of tensors, the addresses of pieces, claims, tasks, sources, places,
+    waits, words, partials, flags and two scales, the time-out of a wait, the address of time stamps, the number of
+    entries, and the addresses of biases.
     """
     own = struct.pack(f"<{len(biases)}Q", *biases)
     every = b"".join((*maps, _ARGUMENTS.pack(*addresses, timeout_ns, stamps, entries), own))

@@ -22,7 +22,7 @@ _ACTIVATIONS = {None: 0, "gelu": 1, GATED: 2}
 
 
 class Place(NamedTuple):
-    """One matrix of those that a map of the launch describes."""
+    """One of the matrices that a map of the launch describes."""
 
     map: int
     at: int = 0
@@ -30,7 +30,9 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WordWait:
-    """A word of the call that is waited for: until it counts all tiles of the task `stored_by`; None: until it is 1."""
+    """A wait for a word of the call: until it counts all tiles of the task `stored_by`, or, where that is None, until
+    it is 1.
+    """
 
     word: int
     stored_by: int | None = None
@@ -38,7 +40,7 @@ class WordWait:
 
 @dataclass(frozen=True, slots=True)
 class SourceRow:
-    """Rows that are multiplied by a factor, and what is waited for before either is read."""
+    """Rows and the factor that multiplies them, and the words awaited before either is read."""
 
     rows: Place
     factor: Place
@@ -67,24 +69,26 @@ class TaskRow:
 
 
 def places(row: TaskRow) -> tuple[Place, ...]:
-    """All that a task reads and writes."""
+    """Return all matrices that a task reads and writes."""
     operands = (place for source in row.sources for place in (source.rows, source.factor))
     own = (place for place in (row.result, row.copy) if place is not None)
     return (*operands, *own, *row.added, *row.pushes)
 
 
 def maps_of(rows: Sequence[TaskRow]) -> int:
-    """How many maps tasks have."""
+    """Return the number of maps that tasks use."""
     return 1 + max(place.map for row in rows for place in places(row))
 
 
 def biases_of(rows: Sequence[TaskRow]) -> int:
-    """How many biases tasks have, one at least."""
+    """Return the number of biases that tasks use, at least one."""
     return 1 + max((row.bias[0] for row in rows if row.bias), default=0)
 
 
 class Sizes(NamedTuple):
-    """Of a task: the columns of its result, the stages of the depth of a source, and how often a tile is counted."""
+    """Sizes of a task: the columns of its result, the stages of the depth of a source, and the level of its stored
+    tiles.
+    """
 
     columns: int
     steps: int

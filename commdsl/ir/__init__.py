@@ -3,11 +3,11 @@
 schedules     a schedule: buffers, contracts, steps of moves as arrays
 marks         keyed 64-bit marks of what is compared, drawn anew in each process
 lengths       by what its blocks have lengths of their own, and who knows which
-classes       what its buffers are made of: length of a block, element type
-extents       the tensors of a call -> how long its blocks are, and the sides of matrices
+classes       what its buffers are made of: length of a block, sides of a matrix, element type
+extents       the arrays of a call -> the lengths of blocks, and the sides of matrices
 landing       which buffers of a schedule peers may put to themselves
 held          what each yield of a schedule hands over
-products      products of a schedule -> visits of ours, on single chunks
+products      products of a schedule -> yields to a function of ours, on single chunks
 rowwise       a schedule that ends in a row-wise function -> its moves, and that function
 backward      how a gradient travels back
 functions     what a schedule may compute but products

@@ -32,7 +32,7 @@ MADE = MappingProxyType({"float8_e4m3fn": "bfloat16"})
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """A side of a block: 2 ** `scale` times that side of a block of `size`, a tensor that the caller gives."""
+    """A side of a block: 2 ** `scale` times side `side` of a block of `size`, a tensor that the caller gives."""
 
     size: str
     side: int  # 0: its first dimension, 1: its last
@@ -41,9 +41,10 @@ class Dim:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What blocks are: as long as those of `size`, a tensor that the caller gives, and of the type `element`; where
-    that is None of the type of `typed`, another. With `dims` they are matrices, or rows, of these sides. What `is_made`
-    by products, or added to them, has the type of what products make where none is declared.
+    """The size and type of a block: as long as a block of `size`, a tensor that the caller gives, and of the type
+    `element`, or, where that is None, of the type of `typed`, another such tensor. With `dims` blocks are matrices, or
+    rows, of these sides. With `is_made` they are results of products, or added to them: where no type is declared they
+    have that of results.
     """
 
     size: str
@@ -153,7 +154,9 @@ def _joined(schedule: Schedule, apart: frozenset[Pair]) -> Joined:
 
 
 def units(schedule: Schedule) -> dict[str, Unit | None]:
-    """By buffer. None: nothing is known of its length; no such buffer is handed over (`checks`)."""
+    """Return the unit of each buffer by name; None where its length is not known (`checks` refuse to hand over such a
+    buffer).
+    """
     buffers, moved = schedule.buffers, classes(schedule)
     numbers = {buffer.name: number for number, buffer in enumerate(buffers)}
     long = Joined(len(buffers))
@@ -182,8 +185,8 @@ def units(schedule: Schedule) -> dict[str, Unit | None]:
 
 
 def _sides(schedule: Schedule, lengths: tuple[int, ...]) -> dict[int, tuple[Dim, ...]]:
-    """By class of length the sides of a block, of all that is multiplied, made or added; none where a side has no name:
-    no tensor that the caller gives has it.
+    """Return by class of length the sides of a block of all that is multiplied, made or added, where an input gives
+    each of them. Empty where no sizes fit.
     """
     sizes = _Sizes()
     kinds: dict[int, int] = {}  # how many sides a block has
@@ -218,14 +221,14 @@ Side: TypeAlias = tuple[int, int]
 
 
 class _Sizes:
-    """Sides of blocks, each of a size; those of one size differ by a power of two (private to this pass)."""
+    """Sides of blocks, joined to sizes; sides of one size differ by a power of two (private to this pass)."""
 
     def __init__(self) -> None:
         self._above: dict[Side, tuple[Side, int]] = {}
         self.is_wrong = False  # whether a side would be twice as long as itself
 
     def find(self, side: Side) -> tuple[Side, int]:
-        """The side that stands for its size, and the power of two between them."""
+        """Return the side that stands for the size, and the power of two between them."""
         scale = 0
         while side in self._above:
             side, more = self._above[side]
@@ -233,7 +236,7 @@ class _Sizes:
         return side, scale
 
     def join(self, one: Side, other: Side, scale: int = 0) -> None:
-        """One is 2 ** `scale` times the other."""
+        """Record that one side is 2 ** `scale` times the other."""
         (root, own), (target, others) = self.find(one), self.find(other)
         if root != target:
             self._above[root] = target, scale + others - own
@@ -242,7 +245,9 @@ class _Sizes:
 
 
 def types(schedule: Schedule, otherwise: DType) -> dict[str, DType]:
-    """By buffer the type declared for its class; `otherwise` where none is, and what products make of that."""
+    """Return by buffer the type declared for its class; else `otherwise`, or for results the type that products make of
+    it.
+    """
     return {name: otherwise if unit is None else _type(unit, otherwise) for name, unit in units(schedule).items()}
 
 

@@ -1,4 +1,4 @@
-"""Turns the tensors of a call, as arrays, into how long blocks are, and the sides of those that are matrices.
+"""Turns the tensors of a call, as arrays, into the lengths of blocks, and the sides of blocks that are matrices.
 
 Assumes a schedule whose units are known, and arrays for all that the caller gives. Does not compute anything.
 """
@@ -16,7 +16,9 @@ from commdsl.machine.dtypes import Array
 
 
 def block_elements(schedule: Schedule, inputs: Mapping[str, Sequence[Array]]) -> tuple[int, ...]:
-    """The number of elements of a block of each buffer, the same on every rank; 0 where nothing says it."""
+    """Return the number of elements of a block of each buffer, the same on every rank; 0 where it is not known. Raises
+    ValueError for inputs of unequal or broken blocks.
+    """
     if schedule.lengths is not None:
         return (0,) * len(schedule.buffers)  # each block has its own
     known = units(schedule)
@@ -39,18 +41,18 @@ def block_elements(schedule: Schedule, inputs: Mapping[str, Sequence[Array]]) ->
 
 
 Sides: TypeAlias = Mapping[tuple[str, int], int]
-"""How long the side of a block is, by the tensor that gives it and which of its sides it is."""
+"""Lengths of sides of blocks, by the tensor that gives them and the number of the side."""
 
 
 def side_of(dim: Dim, sides: Sides) -> int:
-    """The side of a block, where those of the tensors that give sizes are known."""
+    """Return the length of a side, given those of the tensors that give sizes."""
     value = sides[dim.size, dim.side]
     return value << dim.scale if dim.scale >= 0 else value >> -dim.scale
 
 
 def sides_of(schedule: Schedule, inputs: Mapping[str, Sequence[Array]]) -> dict[tuple[str, int], int]:
-    """Of the matrices that are multiplied: inputs of two dimensions say how long both sides are, flat ones the second
-    where the first is known.
+    """Return the lengths of sides of matrices that are multiplied: inputs of two dimensions give both, flat ones the
+    second where the first is known. Raises ValueError where inputs disagree.
     """
     known, found = units(schedule), dict[tuple[str, int], int]()
     given = [(one, known[one.name]) for one in schedule.buffers if one.kind in GIVEN]
@@ -66,7 +68,7 @@ def sides_of(schedule: Schedule, inputs: Mapping[str, Sequence[Array]]) -> dict[
 
 
 def _shape(buffer: Buffer, unit: Unit, array: Array, sides: Sides) -> tuple[int, ...]:
-    """The sides of a block as far as they are known."""
+    """Return the sides of a block as far as they are known."""
     size = array.size // buffer.blocks
     if len(unit.dims) == 1:
         return (size,)
@@ -79,7 +81,9 @@ def _shape(buffer: Buffer, unit: Unit, array: Array, sides: Sides) -> tuple[int,
 
 
 def depths(schedule: Schedule, inputs: Mapping[str, Sequence[Array]]) -> dict[int, int]:
-    """By factor, the columns that its rows have, and those of what it multiplies."""
+    """Return by factor the number of columns of its rows, which is that of the rows that it multiplies. Raises
+    ValueError where that is not known.
+    """
     known, sides = units(schedule), sides_of(schedule, inputs)
     found = {}
     for _, factor, _ in schedule.products:

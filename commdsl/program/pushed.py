@@ -56,7 +56,7 @@ def _pushed(plan: Plan) -> Iterator[tuple[int, int]]:
 
 
 def _source(launch: Launch, rank: int) -> Kept | None:
-    """The one buffer that a rank copies in a launch, whole, to peers alone; None where it does something else, too."""
+    """Return the one buffer that a rank copies in a launch, whole, to peers alone; None for any other launch."""
     moves, ops = launch.moves, launch.moves.ops
     rows = _rows(launch, rank)
     leaders = ops.leader_of[rows]
@@ -71,7 +71,7 @@ def _source(launch: Launch, rank: int) -> Kept | None:
 
 
 def _rows(launch: Launch, rank: int) -> NDArray[np.int64]:
-    """The operations of a rank that copy."""
+    """Return the operations of a rank that copy."""
     ops = launch.moves.ops
     rows = np.arange(*ops.rank_begin[rank : rank + 2].tolist())
     copying: NDArray[np.int64] = rows[ops.kind[rows] != OpKind.HOLD]
@@ -85,7 +85,7 @@ def destinations(launch: Launch, rank: int) -> tuple[tuple[int, Kept], ...]:
 
 
 def _maker(plan: Plan, result: Kept) -> int | None:
-    """The number of the one task that writes it, and nothing else."""
+    """Return the number of the one task that writes it, and nothing else; None where there is none."""
     making = [(number, task) for number, task in enumerate(tasks(plan)) if result in task.writes]
     alone = len(making) == 1 and making[0][1].writes == (result,) and result not in making[0][1].added
     return making[0][0] if alone else None

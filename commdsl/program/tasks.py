@@ -1,6 +1,6 @@
 """The phase `Tasks`: matrix products of one kernel, with the counters that each of them waits for.
 
-Assumes nothing of the schedule. Does not derive waits (`lower.visits`), prove them (`proof.hosted`) or launch anything.
+Assumes nothing of the schedule. Does not derive waits (`lower.task_waits`), prove them (`proof.hosted`) or launch them.
 
 Workers take tiles of tasks in the order of `rows`, and no task waits for the one before it: whatever a task depends on
 is a counter among its waits. A task is over when all tiles of its result are stored, here and on peers.
@@ -17,21 +17,21 @@ from commdsl.program.memory import Kept
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """The counter that the end of a launch beside the tasks raises: all that the launch brings is there."""
+    """The counter that a launch raises when it ends: all that it brings is there."""
 
     launch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The counter that the opening of a launch raises: all peers have said that what it writes may be written."""
+    """The counter that a launch raises when it opens: all peers have signalled that its destinations may be written."""
 
     launch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The counter that a task raises with every tile that it has stored; its level is the number of these tiles."""
+    """The counter that a task adds its stored tiles to; its level is their number."""
 
     task: int
 
@@ -41,10 +41,10 @@ Counter: TypeAlias = Over | Ready | Stored
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One term of a task: rows times a factor transposed. `waits`: before either is read.
+    """One term of a task: rows times a factor transposed. `waits`: counters awaited before either is read.
 
-    `reads`: rows, factor, what is added to them, bias and residual, as the step names them; `writes`: the result, then
-    the copy of the rows if there is one.
+    `reads`: rows, factor, matrices to add, bias and residual, in the order of the step; `writes`: the result, then the
+    copy of the rows if there is one.
     """
 
     reads: tuple[Kept, ...]
@@ -71,14 +71,14 @@ class Product:
         return self.writes[0]
 
     def operand(self, buffer: int | None) -> Kept | None:
-        """What it reads of a buffer of its step, by number."""
+        """Return the operand that is a buffer of its step, by number; None for None."""
         return None if buffer is None else self.reads[self.step.reads.index(buffer)]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A sum of products, rounded once. `waits`: before anything is added to them. `push`: the launch whose copies of
-    the result the task makes itself, tile by tile.
+    """A sum of products, rounded once. `waits`: counters awaited before anything is added to them. `push`: the launch
+    whose copies of the result the task makes itself, tile by tile.
     """
 
     products: tuple[Product, ...]
@@ -91,7 +91,7 @@ class Task:
 
     @property
     def name(self) -> str | None:
-        """The function."""
+        """The name of the function."""
         return self.products[0].step.name
 
     @property
@@ -100,7 +100,7 @@ class Task:
 
     @property
     def copy(self) -> Kept | None:
-        """Where the rows of the first product are copied to."""
+        """The copy of the rows of the first product, if there is one."""
         return next(iter(self.products[0].writes[1:]), None)
 
     @property
@@ -111,7 +111,7 @@ class Task:
 
     @property
     def bias(self) -> Kept | None:
-        """A row that is added to each of the sum of products."""
+        """A row that is added to each row of the sum of products."""
         return next(filter(None, (one.operand(one.step.epilogue.bias) for one in self.products)), None)
 
     @property
@@ -125,13 +125,13 @@ class Task:
 
     @property
     def operands(self) -> tuple[Kept, ...]:
-        """All that it reads of what lies in memory before it."""
+        """The operands in memory, in order: rows and factor of each product, matrices to add, bias, residual."""
         factors = (kept for one in self.products for kept in one.reads[:2])
         return (*factors, *self.added, *(one for one in (self.bias, self.residual) if one is not None))
 
     @property
     def reads(self) -> tuple[Kept, ...]:
-        """All that its products read, one after another."""
+        """The operands of its products, one product after another."""
         return tuple(kept for one in self.products for kept in one.reads)
 
     @property
@@ -140,19 +140,19 @@ class Task:
 
     @property
     def counters(self) -> tuple[Counter, ...]:
-        """All that it waits for."""
+        """Every counter that it waits for: of each product, before it adds, before it pushes."""
         ready = () if self.push is None else (Ready(self.push),)
         return (*(wait for one in self.products for wait in one.waits), *self.waits, *ready)
 
     @property
     def after(self) -> int:
-        """How many launches are over before it is."""
+        """The number of launches that have ended before the task is stored."""
         return max((one.launch + 1 for one in self.counters if isinstance(one, Over)), default=0)
 
 
 def joins(task: Task, product: Product) -> bool:
-    """Return whether a task can add one more product to its sum: nothing was done with the sum yet that has to stand
-    before it, and one bias and one residual are all.
+    """Return whether a task can add one more product to its sum: nothing that must come after that product has been
+    applied yet, and there is at most one bias and one residual.
     """
     ends = product.step.epilogue
     is_open = task.activation is None and not (ends.activation and task.residual)

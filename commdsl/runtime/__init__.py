@@ -40,7 +40,7 @@ Assumes torch; on GPUs also cupy, and nvshmem4py where a group reaches several m
     functions     what a call with visits is given -> tensors, and the caller's functions by name
     starts        what such a call launches -> what starts it
     visits, streams   a call of several launches, with the caller's function between them; the streams it takes
-    products, turns, fused   a call of several launches, with products between them; those as one launch of our kernel
+    products, fused   a call of several launches, with products between them; those as one launch of our kernel
     listed, again   such a call -> what it asks of the driver; calls on tensors where others were before -> that again
     implied       what it asks -> the same without waits that others imply
     timing        such a call -> how long each visit took, and what travelled meanwhile

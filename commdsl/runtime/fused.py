@@ -1,9 +1,9 @@
-"""Turns the tasks of a Plan into one launch of our kernel, beside which everything moves.
+"""Turns the tasks of a Plan into one launch of our kernel, concurrent with the Plan's launches of moves.
 
 Assumes a Hopper GPU, and matrices that TMA reads (`fits`). Does not order anything: each task of the Plan says what it
 waits for, and each launch beside it which tasks it waits for. A counter of the Plan is a word of the call: the end of a
-launch raises one, its opening another, and a task counts its stored tiles in a third. The kernel leaves SMs to what
-moves: a launch beside may need one to go on.
+launch raises one, its opening another, and a task counts its stored tiles in a third. Whatever the kernel waits for is
+such a word. It leaves SMs free, as a launch beside may need one to go on.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ from commdsl.runtime.tensors import ALIGNMENT, FLOAT8, element_name, is_deep
 from commdsl.runtime.workspace import ALONE, Meanwhile, Start
 
 LEFT = 2
-"""SMs that the tasks leave: one for what runs beside, one as clusters have two."""
+"""SMs that the tasks leave free: one for kernels beside, one because clusters have two blocks."""
 
 LINK = 390e3
-"""Bytes a microsecond that a GPU gets: who waits for the last rows is not to make large tiles of them."""
+"""Bytes a microsecond that a GPU receives: the last rows to arrive should not wait for large tiles."""
 
 MAX_KEPT = 1024
-"""Calls on other addresses, two kilobytes each: the driver's maps of matrices take it a while. As many as lists."""
+"""Prepared launches that are kept, two kilobytes each: encoding the maps of matrices takes the driver a while."""
 
 HOPPER = (9, 0)
 
 _ADDED = (torch.bfloat16, torch.float16)
 _MADE = (*_ADDED, torch.float32)
-"""What the kernel makes, and what of that it may be given to add."""
+"""Types of results, and those of them that can be added to."""
 
 PlaceOf: TypeAlias = Mapping[str, tuple[str, int]]
-"""By part, of which matrices it is which."""
+"""The name of the buffer of a part, and its number among the matrices of that."""
 
 Held: TypeAlias = Callable[[Kept], torch.Tensor]
-"""A tensor like that which a call has for a buffer."""
+"""Returns a tensor of the shape, type and layout that a call has for a buffer."""
 
 MapKey: TypeAlias = tuple[Side, str, int, int, int]
-"""Of the matrices of one map: what they are to tasks, of which buffer and copy, on which peer (-1: here), and which one
-of the buffer's it is (-1: all of them, which lie side by side).
+"""The key of a map: the side of its matrices in tasks, their buffer and copy, the peer (-1: here), and the number of
+the one matrix (-1: all of the buffer, which lie side by side).
 """
 
 
 def fits(plan: Plan, held: Held, device: torch.device) -> bool:
-    """Whether our kernel runs the tasks of a Plan. It waits for what moves beside: that needs no SMs, does not stand
-    behind it in the one queue to the GPU. Kernels of ranks that share a GPU take turns, also where they wait.
+    """Return whether our kernel runs the tasks of a Plan. It waits for launches beside it, so these must need no SMs,
+    and must not stand behind it in one queue to the GPU.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
         return False
@@ -95,17 +95,17 @@ def _products(every: Sequence[Task]) -> Iterator[TaskProduct]:
 
 
 def _is_read(matrix: torch.Tensor) -> bool:
-    """Whether TMA reads it: something, in lines of whole 16 bytes."""
+    """Return whether TMA reads a matrix: it is not empty, and its rows are multiples of 16 bytes."""
     return matrix.numel() > 0 and matrix.shape[1] * matrix.itemsize % ALIGNMENT == 0
 
 
 class Fused:
-    """The tasks of calls of one shape on one GPU: a kernel for each way in which what is multiplied lies."""
+    """The tasks of calls of one shape on one GPU: a kernel for each layout of operands."""
 
     def __init__(
         self, plan: Plan, lying: Sequence[Kept], place_of: PlaceOf, rank: int, held: Held, device: torch.device
     ) -> None:
-        """`lying`: what lands, in the order in which it lies in memory."""
+        """Build the rows and the first kernel. `lying`: the buffers that peers put to, in the order of their memory."""
         self._tasks, self._place_of, self._rank = tasks(plan), place_of, rank
         self._plan, self._launches = plan, launches(plan)
         self._touched = tuple({kept: None for one in self._tasks for kept in (*one.operands, *one.writes)})
@@ -191,12 +191,14 @@ class Fused:
         return tuple(WordWait(self._word(one), one.task if isinstance(one, Stored) else None) for one in counters)
 
     def _part(self, kept: Kept) -> tuple[str, int]:
-        """Of which buffer it is which matrix; what has no parts is one by itself. What lands lies elsewhere."""
+        """Return the buffer of a matrix and its number there; 0 for a buffer without parts. Landing buffers have names
+        of their own.
+        """
         name, at = self._place_of.get(kept.name, (kept.name, 0))
         return (f"{name}, landed" if kept in self._lying else name), at
 
     def _lying_apart(self, lying: Sequence[Kept]) -> frozenset[tuple[str, int]]:
-        """Copies of buffers whose matrices are not equally far from one another: each has a map of its own."""
+        """Return copies of buffers whose matrices are not equally far apart: each matrix has a map of its own."""
         first: dict[tuple[str, int], set[int]] = {}
         for number, kept in enumerate(lying):
             name, at = self._part(kept)
@@ -218,8 +220,8 @@ class Fused:
         landing: Sequence[int],
         stamps: Stamps | None = None,
     ) -> tuple[Streams, Mapping[str | None, Function]]:
-        """The streams of one call, and what runs its tasks: all of them with the first. `landing`: by rank, where lies
-        what lands. `stamps`: of a stamped Plan, where it writes when each ran.
+        """Return the streams of one call, and the function that runs its tasks: all of them with the first. `landing`:
+        by rank, the address of its landing buffers. `stamps`: for a stamped Plan, records when each task ran.
         """
         first = self._tasks[0].products[0]
         kernel = self._kernel(held[first.rows], held[first.factor])
@@ -236,15 +238,15 @@ class Fused:
         return _Words(streams, kernel, words, numbers), {MATMUL: run}
 
     def mark(self, address: int) -> None:
-        """As `Matmul.mark`."""
+        """Record the time, like `Matmul.mark`."""
         next(iter(self._kernels.values())).mark(address)
 
     def _layout(self, kernel: Matmul) -> Layout:
-        """Of what a stamped kernel writes."""
+        """Return the layout of the stamps that the kernel writes."""
         return Layout(tuple(map(task_of, self._tasks)), kernel.intervals)
 
     def _kernel(self, rows: torch.Tensor, factor: torch.Tensor) -> Matmul:
-        """The one that reads matrices that lie as these do."""
+        """Return the kernel for matrices of this layout."""
         a_deep, b_deep = is_deep(rows), is_deep(factor)
         found = self._kernels.get((a_deep, b_deep))
         if found is None:
@@ -261,7 +263,7 @@ class Fused:
     def _prepared(
         self, kernel: Matmul, held: Mapping[Kept, torch.Tensor], beside: Addresses, landing: tuple[int, ...]
     ) -> matmul.Launch:
-        """`landing`: where anything is pushed."""
+        """Return the launch on these tensors. `landing`: by rank, where any task pushes; else empty."""
         given = [held[kept] for kept in self._touched]
         lie = [(one.data_ptr(), one.stride()) for one in given]
         key = (*lie, beside, *landing)
@@ -273,7 +275,7 @@ class Fused:
         return launch
 
     def _bias(self, name: str, copy: int, held: Mapping[Kept, torch.Tensor]) -> int:
-        """Where the first row of a bias is."""
+        """Return the address of the first row of a bias."""
         kept = next(
             one.bias for one in self._tasks if one.bias and (self._part(one.bias)[0], one.bias.copy) == (name, copy)
         )
@@ -281,7 +283,9 @@ class Fused:
         return held[kept].data_ptr() - self._part(kept)[1] * held[kept].nbytes
 
     def _mapped(self, held: Mapping[Kept, torch.Tensor], landing: Sequence[int]) -> Iterator[tuple[Matrices, Side]]:
-        """What peers have lies as far behind where all of theirs begins as this rank has it."""
+        """Yield the matrices of each map. On a peer they are as far behind the begin of its landing buffers as on this
+        rank.
+        """
         members: dict[tuple[str, int], dict[int, torch.Tensor]] = {}
         pushed = (kept for task in self._tasks if task.push is not None for kept in self._launches[task.push].writes)
         for kept in (*self._touched, *pushed):
@@ -295,8 +299,8 @@ class Fused:
 
 
 class Numbers(NamedTuple):
-    """Of the words of a call: first those of `launches`, which are over, then those of tasks; and by launch that of
-    peers that are ready, where tasks push what it would copy.
+    """Numbers of the words of a call: launches that are over come first, then tasks. `opened`: by launch, the word that
+    says that peers are ready, where tasks push in place of its copies.
     """
 
     launches: int
@@ -304,17 +308,17 @@ class Numbers(NamedTuple):
 
 
 class _Words(Around):
-    """The streams of a call whose tasks are one launch: what waits and tells, by words."""
+    """The streams of a call whose tasks are one launch: waits and signals between the streams are words."""
 
     def __init__(self, streams: Streams, kernel: Matmul, words: int, numbers: Numbers) -> None:
-        """`words`: the address of the first."""
+        """Wrap the streams. `words`: the address of the first word."""
         super().__init__(streams)
         self._kernel, self._words, self._numbers = kernel, words, numbers
         self._started = 0  # launches
         self._awaited = 0  # tasks whose tiles what goes beside has waited for
 
     def start(self, start: Start, changing: Sequence[int], meanwhile: Meanwhile = ALONE) -> Callable[[], None]:
-        """Its end is told to the kernel, and that peers are ready, where that pushes."""
+        """Start a launch, which signals its end to the kernel, and that peers are ready where the kernel pushes."""
         assert not meanwhile.has_words, "one word is told of it"
         number = self._started
         self._started += 1
@@ -322,12 +326,12 @@ class _Words(Around):
         return self._streams.start(start, changing, replace(meanwhile, told=self._word(number), opened=opened))
 
     def mark(self, what: Hashable, *, beside: bool) -> None:
-        """Launches; the tiles of a task are counted."""
+        """Mark a launch; tasks are counted by their tiles."""
         if beside:
             self._streams.mark(what, beside=True)
 
     def wait(self, what: Hashable, *, beside: bool) -> None:
-        """For tasks. The kernel itself waits for launches, and the end of a call for all of them."""
+        """Let the stream beside wait for tasks. The kernel itself waits for launches, and the end of a call for all."""
         if not beside:
             return
         assert isinstance(what, tuple)
@@ -341,7 +345,7 @@ class _Words(Around):
 
 
 def matrices(members: Mapping[int, torch.Tensor]) -> Matrices:
-    """What these are: matrices of one shape, equally far from one another."""
+    """Return the description of matrices of one shape, equally far from one another."""
     (first, one), *others = sorted(members.items())
     alone = Matrices.of(one)
     step = (others[0][1].data_ptr() - one.data_ptr()) // (others[0][0] - first) if others else alone.step

@@ -1,4 +1,4 @@
-"""Turns a product of matrices into a launch of our kernel on torch's current stream of a GPU.
+"""Turns tasks, products of matrices, into a launch of our kernel on torch's current stream of a GPU.
 
 Assumes a Hopper GPU, and tensors of it whose rows begin at multiples of 16 bytes. Does not synchronize. One `Matmul`
 makes one product at a time: what waits in memory between blocks is its own.
@@ -31,18 +31,18 @@ _PANEL = 64  # lines that the kernel has side by side in shared memory
 _LINE = 128  # bytes
 
 PATIENCE = 3
-"""Time-outs that a block waits before its launch fails: what moves beside has found by then who does not come, and has
-said so.
+"""Time-outs that a block waits before its launch fails: by then the launches beside have found and reported who is
+missing.
 """
 
 
 MAX_AWAITS = 1024
-"""Words that calls wait for: where a call's words lie, they lie in other calls, too."""
+"""Waits for words that are kept: calls whose words lie at the same addresses share them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """Matrices of one shape, as they lie: one `step` bytes behind another, what is in a row side by side."""
+    """Matrices of one shape in memory: `step` bytes apart, the elements of a row side by side."""
 
     address: int
     dtype: torch.dtype
@@ -54,7 +54,9 @@ class Matrices:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Matrices:
-        """A tensor (rows, columns), or (matrices, rows, columns); where its columns lie side by side, it transposed."""
+        """Return the description of a tensor (rows, columns) or (matrices, rows, columns), transposed where its columns
+        lie side by side. Raises TensorError where neither rows nor columns do.
+        """
         whole = tensor if tensor.dim() == 3 else tensor.unsqueeze(0)
         if not is_deep(tensor):
             whole = whole.transpose(1, 2)
@@ -67,7 +69,7 @@ class Matrices:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One call, ready to be made any number of times, as long as there are the tensors that it was made of."""
+    """One call, ready to be launched any number of times while its tensors live."""
 
     blocks: int
     threads: int
@@ -77,7 +79,7 @@ class Launch:
 
 
 def launch_of(argument: bytes, sizes: Sequence[int], blocks: int, threads: int) -> Launch:
-    """A launch whose arguments, of so many bytes, lie one behind another."""
+    """Return a launch of packed arguments, of these sizes in bytes, one behind another."""
     held = ctypes.create_string_buffer(argument, len(argument))
     offsets = [sum(sizes[:number]) for number in range(len(sizes))]
     pointers = (ctypes.c_void_p * len(sizes))(*(ctypes.addressof(held) + offset for offset in offsets))
@@ -85,7 +87,7 @@ def launch_of(argument: bytes, sizes: Sequence[int], blocks: int, threads: int) 
 
 
 class Side(Enum):
-    """What a tensor is to tasks, which decides the boxes that TMA moves of it."""
+    """The use of a tensor in tasks, which decides the boxes that TMA moves of it."""
 
     ROWS = "rows"
     FACTOR = "factor"
@@ -98,8 +100,8 @@ Mapped: TypeAlias = tuple[Matrices, Side]
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """What else a launch reads and writes, 0 for what it has not: biases, the words of its call, time stamps, and of
-    float8 the scales of A and of B.
+    """Further addresses of a launch, 0 where it has none: biases, the words of its call, time stamps, and for float8
+    the scales of A and of B.
     """
 
     biases: tuple[int, ...] = ()
@@ -125,7 +127,7 @@ class Matmul:
         is_alone: bool = False,
         is_stamped: bool = False,
     ) -> None:
-        """`is_alone`: nothing that moves beside it needs SMs before it begins."""
+        """Build the tables and load the kernel. `is_alone`: no launch beside it needs SMs before it begins."""
         self.products, self.tiling, self._is_alone = products, tiling, is_alone
         self.maps, self._biases = maps_of(rows), biases_of(rows)
         form = form_of(products, rows)
@@ -140,7 +142,7 @@ class Matmul:
         self._blocks = workers * tiling.blocks
         dealt = table_of(products, tiling, workers)
         self.intervals = np.repeat(dealt.pieces["turn"][:-1].ravel().astype(np.int32), 2 * tiling.blocks)
-        """Of each that a stamped kernel writes, its task: of every piece and block two."""
+        """The task of each interval that a stamped kernel writes: two of every piece and block."""
         where = torch.device("cuda", device)
         self._pieces = lasting(torch.from_numpy(dealt.pieces.view("<i4")), where)
         of = [Sizes(one.columns, one.source_stages, stores(one, tiling)) for one in products]
@@ -163,8 +165,8 @@ class Matmul:
         self._mark = DeviceKernel(path, beside["mark"], device, None) if is_stamped else None
 
     def prepare(self, maps: Sequence[Mapped], at: Addresses = NO_ADDRESSES) -> Launch:
-        """The launch on these tensors, which the rows of its tasks name by their numbers. Raises TensorError where a
-        row of a matrix begins elsewhere than TMA can.
+        """Return the launch on these tensors, which the rows of its tasks name by number. Raises TensorError where a
+        row of a matrix begins elsewhere than TMA can read.
         """
         assert (len(maps), len(at.biases or (0,))) == (self.maps, self._biases)
         made = [self._map(*one) for one in maps]
@@ -196,7 +198,7 @@ class Matmul:
         start(launch, torch.cuda.current_stream().cuda_stream)
 
     def waiting(self, word: int, least: int) -> Launch:
-        """The launch of `awaiting` that ends when a word has come to a number."""
+        """Return the launch of `awaiting` that ends when a word has come to a level."""
         launch = self._awaits.get((word, least))
         if launch is None:
             launch = launch_of(struct.pack("<3Q", word, least, self._timeout_ns), [8, 8, 8], 1, 1)
@@ -204,18 +206,18 @@ class Matmul:
         return launch
 
     def stores(self, task: int) -> int:
-        """What is counted when all of a task is stored."""
+        """Return the level of the stored tiles of a task."""
         return stores(self.products[task], self.tiling)
 
     def mark(self, address: int) -> None:
-        """Of a stamped kernel: writes there when the current stream is here, by the clock of its stamps."""
+        """Write the time to an address when the current stream is here, by the clock of a stamped kernel."""
         assert self._mark is not None
         launch = launch_of(struct.pack("<Q", address), [8], 1, 1)  # the driver has copied it when this returns
         self._mark.launch(launch, torch.cuda.current_stream().cuda_stream)
 
 
 def tensor_map(one: Matrices, lines: int, line: int = _LINE) -> bytes:
-    """What TMA has to know of matrices of which it moves boxes of so many lines of 128, 64 or 32 bytes, swizzled."""
+    """Return the map by which TMA moves boxes of so many lines of 128, 64 or 32 bytes, swizzled."""
     from cuda.bindings import driver  # where there is a GPU
 
     steps = (one.row_bytes, one.step)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from commdsl.runtime.fused import Fused
 
 MAX_LAYOUTS = 64
-"""Of the inputs of a call that are not checked again."""
+"""Layouts of inputs that are not checked again."""
 
 FLOAT8_SIDE = 16
 """Rows and columns of a factor of float8 that torch multiplies on GPUs are multiples of it."""
@@ -94,12 +94,14 @@ class Multiplying:
         self._stamps: Stamps | None = None  # of the last call, where they are
 
     def _pushing(self, visits: Visits) -> Plan:
-        """The Plan whose tasks push, where there is one: peers are told of each round of a launch by itself."""
+        """Return the Plan whose tasks push, where there is one and launches have one round: peers signal each round by
+        itself.
+        """
         return visits.plan if visits.pushing is None or self._visiting.rounds > 1 else visits.pushing
 
     @property
     def is_over(self) -> bool:
-        """As `Bound.is_over`."""
+        """Like `Bound.is_over`."""
         return self._visiting.is_over
 
     @property
@@ -107,7 +109,7 @@ class Multiplying:
         return self._communicator.compares
 
     def serves(self, behind: object) -> bool:
-        """As `Bound.serves`."""
+        """Return the same as `Bound.serves`."""
         return self._visiting.serves(behind)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -135,7 +137,7 @@ class Multiplying:
             self._start(region, inputs, self._places(made, between))
 
     def _places(self, made: Sequence[torch.Tensor], between: Sequence[torch.Tensor]) -> dict[Kept, torch.Tensor]:
-        """What a call writes, but for what lands."""
+        """Return the tensors that a call writes, except landing buffers."""
         by_name = self._cut.returned(made)
         places = {kept: by_name[kept.name] for kept in self._returned}
         for (lie, *_), one in zip(self._between, between, strict=True):
@@ -161,7 +163,7 @@ class Multiplying:
         streams: Streams,
         region: Region,
     ) -> bool:
-        """As `again.List`."""
+        """Record the call, like `again.List`."""
         given, scales = self._cut.given(inputs), inputs[len(self._signature.inputs) :]
         if self._fused is None or any(one.data_ptr() % tensors.ALIGNMENT for one in given):
             return False
@@ -169,16 +171,16 @@ class Multiplying:
         return True
 
     def _function(self, scales: Sequence[torch.Tensor]) -> Function:
-        """What runs the tasks of a call, where that is not the kernel."""
+        """Return the function that runs the tasks of a call by torch."""
         return ByLibrary(tasks(self._plan), scales)
 
     def profile(self) -> Profile:
-        """As `Bound.profile`."""
+        """Return the profile, like `Bound.profile`."""
         assert self._stamps is not None
         return self._stamps.profile()
 
     def _stamped(self, fused: Fused | None, device: torch.device, scales: Sequence[torch.Tensor]) -> Over:
-        """What stands in place of the streams and functions of a call: its launches write time stamps, and products."""
+        """Return streams and functions for a stamped call: its launches and products write time stamps."""
         if fused is None and device.type == "cuda":
             raise OpError(f"torch multiplies in this call of `{self._name}`, and its kernels have no time stamps")
         mark = mark_now if fused is None else fused.mark
@@ -199,7 +201,7 @@ class Multiplying:
         return over
 
     def _timed(self, stamps: Stamps, function: Function) -> Function:
-        """Products on the processor, by the clock of its kernels."""
+        """Return the function with time stamps around each product, by the clock of host kernels."""
         rooms = stamps.take(*(alone(task_of(one)) for one in tasks(self._plan)))
 
         def timed(number: int, *given: torch.Tensor, out: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -228,7 +230,7 @@ def multiplying(
 
 
 class Cut:
-    """Which stretch of which tensor of a call is which part, on this rank."""
+    """The parts of the tensors of a call on this rank."""
 
     def __init__(self, signature: Signature, visits: Visits, rank: int) -> None:
         self._rank = rank
@@ -241,23 +243,25 @@ class Cut:
             for of, parts in self._parts.items()
             for number, part in enumerate(parts)
         }
-        """By part, of which tensor it is which matrix; those that a call has for itself lie one behind another."""
+        """The tensor of each part, and its number there; parts of buffers of the call itself are numbered in order."""
 
     def operand(self, kept: Kept, given: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What a task reads or writes: of what is given, or a tensor without memory like what a call has for itself."""
+        """Return an operand of a task: a given tensor, or a tensor without memory like the buffer of the call."""
         if kept.name in self._names:
             return given[self._names.index(kept.name)]
         shape, dtype = _kind(self._visited, _port(kept), given)
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def given(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors that a call is given, as its Plan has them: scales may follow, which it does not know."""
+        """Return the tensors that a call is given, cut into the parts of its Plan. Scales may follow the inputs; they
+        are no part.
+        """
         ports = zip(self._signature.inputs, inputs[: len(self._signature.inputs)], strict=True)
         found = {name: one for port, tensor in ports for name, one in self._of(port, tensor).items()}
         return [found[name] for name in self._names]
 
     def returned(self, made: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those that it returns."""
+        """Return the tensors that a call returns, by part."""
         ports = zip(self._signature.outputs, made, strict=True)
         return {name: one for port, tensor in ports for name, one in self._of(port, tensor).items()}
 
@@ -275,7 +279,7 @@ def _port(kept: Kept) -> Port:
 
 
 def _kind(signature: Signature, port: Port, given: Sequence[torch.Tensor]) -> tuple[list[int], torch.dtype]:
-    """The shape and the type of a part."""
+    """Return the shape and the type of a part."""
     (shape,) = tensors.shapes(signature, given, [port])
     return shape, tensors.dtype_of(signature, port, given)
 
@@ -283,8 +287,8 @@ def _kind(signature: Signature, port: Port, given: Sequence[torch.Tensor]) -> tu
 def _between(
     visits: Visits, cut: Cut, given: Sequence[torch.Tensor]
 ) -> list[tuple[dict[Kept, int], int, list[int], torch.dtype]]:
-    """Of what a call has for itself, and peers do not put to: of each copy of a buffer the parts and the place of each
-    among matrices that lie side by side, how many of these there are, and the shape and type of one.
+    """Return the buffers that a call allocates and no peer puts to, one entry a copy of a buffer: the place of each
+    part among matrices that lie side by side, their number, and the shape and type of one.
     """
     elsewhere = {*landing(visits.plan)}
     for phase in visits.plan.phases:
@@ -337,7 +341,7 @@ class ByLibrary:
 
 
 def activated(x: torch.Tensor, activation: str | None) -> torch.Tensor:
-    """What an activation of `ACTIVATIONS` makes of float32 or wider; `swiglu` of columns in two halves."""
+    """Return an activation of float32 or wider; `swiglu` of columns in two halves."""
     if activation is None:
         return x
     if activation == GATED:
@@ -350,7 +354,7 @@ def activated(x: torch.Tensor, activation: str | None) -> torch.Tensor:
 def multiplied(
     rows: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, scales: Sequence[torch.Tensor] = ()
 ) -> torch.Tensor:
-    """rows x factor transposed, of float8 times both scales, summed in float32 or wider and rounded once."""
+    """Return rows x factor transposed, summed in float32 or wider and rounded once; of float8 times both scales."""
     wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
     if scales and rows.is_cuda and factor.shape[0] % FLOAT8_SIDE == factor.shape[1] % FLOAT8_SIDE == 0:
         of_rows, of_factor = scales

@@ -50,7 +50,7 @@ def matmul(rows: Node, factor: Node, activation: str = "") -> Made:
 
 
 def mlp(ranks: int) -> list[Node]:
-    """The tokens of a rank through the hidden columns of all ranks."""
+    """Return the result of an MLP block: the tokens of a rank through the hidden columns of all ranks."""
     hidden = [matmul(Leaf("x"), Leaf("up", -q), "swiglu") for q in range(ranks)]
     return [Made(tuple((one, Leaf("down", -q)) for q, one in enumerate(hidden)))]
 
@@ -78,7 +78,7 @@ class Calls:
         self.given = self.drawn(0)[run.rank]
 
     def drawn(self, seed: int) -> list[dict[str, Any]]:
-        """Inputs of all ranks: -1, 0 and 1, of which every rank and position has its own."""
+        """Return inputs of all ranks: -1, 0 and 1, different on every rank and position."""
         found = []
         for rank in range(self.run.ranks):
             dice = torch.Generator(self.run.device).manual_seed(1000 * seed + rank)
@@ -98,7 +98,7 @@ class Calls:
         return found if isinstance(found, tuple) else (found,)
 
     def wrong(self, found: Sequence[Any], seed: int) -> Any:
-        """Whether any result is, on the device."""
+        """Return on the device whether any result is wrong."""
         given, wrong = self.drawn(seed), torch.zeros((), dtype=torch.bool, device=self.run.device)
         for number, (one, node) in enumerate(zip(found, self.results, strict=True)):
             due, largest = rounded(node, self.run.rank, given)
@@ -110,7 +110,7 @@ class Calls:
 
 
 def is_whole(node: Node) -> bool:
-    """Whether all that is computed are whole numbers."""
+    """Return whether only whole numbers are computed."""
     if isinstance(node, Leaf):
         return True
     inside = [one for pair in node.terms for one in pair]
@@ -118,7 +118,7 @@ def is_whole(node: Node) -> bool:
 
 
 def rounded(node: Node, rank: int, given: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
-    """What it is on a rank, in float64 and rounded once, and the largest number on the way."""
+    """Return the value on a rank, in float64 and rounded once, and the largest number on the way."""
     if isinstance(node, Leaf):
         found = given[(rank + node.shift) % len(given)][node.name].double()
         return found, found.abs().max()
@@ -141,7 +141,7 @@ def rounded(node: Node, rank: int, given: Sequence[Mapping[str, Any]]) -> tuple[
 
 @contextlib.contextmanager
 def counted(found: Counter[str]) -> Iterator[None]:
-    """Counts the calls whose tasks are one kernel."""
+    """Count the calls whose tasks are one kernel."""
     if not torch.cuda.is_available():
         yield
         return
@@ -176,7 +176,7 @@ def written(run: Parts) -> None:
 
 
 def replayed(run: Parts, calls: Calls) -> int:
-    """A graph of two calls, with other numbers at each replay."""
+    """Replay a graph of two calls, with other numbers each time; return the number of wrong results."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):

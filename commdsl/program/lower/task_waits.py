@@ -17,7 +17,7 @@ from commdsl.program.tasks import Counter, Over, Stored
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is over for certain: so many launches, and these tasks."""
+    """Launches and tasks that are certainly over: the first `launches`, and these tasks."""
 
     launches: int = 0
     tasks: frozenset[int] = frozenset()
@@ -33,7 +33,7 @@ NOTHING = Known()
 
 
 class TaskWaits:
-    """Who touched each memory last, and what is known to be over behind each launch and each task."""
+    """The last accesses of each memory, and the phases that are over behind each launch and each task."""
 
     def __init__(self) -> None:
         self._over: list[Known] = []  # by launch
@@ -43,7 +43,7 @@ class TaskWaits:
         self._readers: dict[Kept, set[int]] = {}
 
     def launch(self, reads: Sequence[Kept], writes: Sequence[Kept], after: int) -> None:
-        """Note the next launch, which waits for so many tasks."""
+        """Record the next launch, which waits for the first `after` tasks."""
         found = self._over[-1] if self._over else NOTHING
         for task in range(after):
             found = found.joined(self._stored[task])
@@ -57,11 +57,11 @@ class TaskWaits:
             self._readers.pop(kept, None)
 
     def is_read(self, kept: Kept) -> bool:
-        """Whether a task reads it that no launch has waited for since."""
+        """Return whether a task reads it for which no later launch has waited."""
         return bool(self._readers.get(kept))
 
     def touched(self, reads: Iterable[Kept], writes: Iterable[Kept] = ()) -> tuple[Counter, ...]:
-        """Return the counters of all that has to be over before a task reads and writes these."""
+        """Return the counters of all phases that must be over before a task reads and writes these."""
         found = dict[Counter, None]()
         for kept in reads:
             found |= dict.fromkeys(self._writers(kept))
@@ -71,7 +71,9 @@ class TaskWaits:
         return tuple(found)
 
     def needed(self, task: int, counters: Iterable[Counter], known: Known = NOTHING) -> tuple[Counter, ...]:
-        """Return those that task number `task` has to wait for: neither known to be over nor covered by another one."""
+        """Return the counters that a task has to wait for: those that are neither known to be over nor covered by
+        another.
+        """
         needed = [one for one in dict.fromkeys(counters) if one != Stored(task) and not known.covers(one)]
         return tuple(
             one
@@ -86,14 +88,14 @@ class TaskWaits:
             yield Stored(self._maker[kept])
 
     def behind(self, *counters: Counter) -> Known:
-        """Return what is over for certain once these have come to their levels."""
+        """Return the phases that are certainly over once these counters have come to their levels."""
         found = NOTHING
         for one in counters:
             found = found.joined(self._stored[one.task] if isinstance(one, Stored) else self._over[one.launch])
         return found
 
     def task(self, number: int, reads: Iterable[Kept], writes: Iterable[Kept], counters: Iterable[Counter]) -> None:
-        """Note what a task, or another product of it, touches and waits for."""
+        """Record the memory that a task, or another product of it, touches, and the counters that it waits for."""
         if number == len(self._stored):
             self._stored.append(Known(0, frozenset((number,))))
         self._stored[number] = self._stored[number].joined(self.behind(*counters))

@@ -1,7 +1,7 @@
-"""Turns a schedule with yields into a Plan of launches, with the caller's visits beside them.
+"""Turns a schedule with yields or products into a Plan of launches, with the caller's visits, or tasks, beside them.
 
-Assumes a schedule that passed the checks, without element-wise tasks. Does not prove the Plan (`proof.visits` does). The stacked
-form, one launch that hands all yields over at its end, is `lower`'s.
+Assumes a schedule that passed the checks, without element-wise tasks. Does not prove the Plan (`proof.hosted` and
+`proof.visits` do). The stacked form, one launch that hands all yields over at its end, is `lower`'s.
 
 Every write of a launch goes to the copy that is not read: so what visits stays until its visit is over, while the next
 one travels. Written where it is, is only what no visit touches, what comes piece by piece and visits nobody before all

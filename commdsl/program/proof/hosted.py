@@ -33,8 +33,8 @@ HELP = "the order of a call is commdsl's, so this is its fault: report it with t
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """A memory that a phase touches, from one node to another. `turns`: the first and the last place where the schedule
-    has the access.
+    """An access of a phase to a memory, from one node to another. `turns`: the first and the last place where the
+    schedule has it.
     """
 
     memory: Kept
@@ -47,7 +47,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One node comes before another. `wait`: the number of the wait that says so; None: a stream or a kernel does."""
+    """An order of two nodes. `wait`: the number of the wait that makes it; None: a stream or a kernel does."""
 
     before: int
     wait: int | None = None
@@ -127,7 +127,7 @@ def graph_of(plan: Plan) -> Graph:
 
 
 def _launch(graph: Graph, number: int, launch: Launch, nodes: tuple[int, int, int], over: Sequence[int]) -> None:
-    """`over`: by phase of the caller's, the node in which it is."""
+    """Add the accesses and waits of a launch. `over`: by phase of the caller's stream, the node in which it is over."""
     opened, begun, ended = nodes
     turns, name = (launch.turn, launch.turn), f"launch {number}"
     waits_for_sms = launch.moves.is_within  # whatever it touches
@@ -147,7 +147,7 @@ def _phase(graph: Graph, over: Sequence[int], count: int) -> str:
 
 
 def _caller(graph: Graph, plan: Plan, start: int, opened: Sequence[int], ended: Sequence[int]) -> list[int]:
-    """The caller's stream: by visit and task, the node in which it is over."""
+    """Add the caller's stream; return by visit and task the node in which it is over."""
     last, over = start, list[int]()
     for phase in plan.phases:
         match phase:
@@ -173,7 +173,7 @@ def _caller(graph: Graph, plan: Plan, start: int, opened: Sequence[int], ended: 
 def _task(
     graph: Graph, task: Task, number: int, begin: int, end: int, beside: tuple[Sequence[int], Sequence[int]]
 ) -> int:
-    """`beside`: the nodes in which launches are opened, and ended."""
+    """Add a task; return the node in which it is stored. `beside`: the nodes in which launches open, and end."""
     opened, ended = beside
     name, every = f"task {number}", (task.products[0].turn, task.products[-1].turn)
     added, stored = graph.node(f"{name}, to add", begin), graph.node(name, begin)
@@ -222,7 +222,7 @@ def _task(
 
 
 def _sorted(graph: Graph) -> list[int] | None:
-    """All nodes, each behind those before it; None where some wait in a circle."""
+    """Return all nodes in an order of the graph; None where some wait in a circle."""
     left = [len(edges) for edges in graph.before]
     behind: list[list[int]] = [[] for _ in left]
     for node, edges in enumerate(graph.before):
@@ -238,7 +238,7 @@ def _sorted(graph: Graph) -> list[int] | None:
 
 
 def _circle(graph: Graph) -> list[int]:
-    """Nodes each of which waits for the next, the first again at the end."""
+    """Return nodes each of which waits for the next; the first stands again at the end."""
     left = {*range(len(graph.names))}
     while free := {node for node in left if not any(edge.before in left for edge in graph.before[node])}:
         left -= free
@@ -249,8 +249,8 @@ def _circle(graph: Graph) -> list[int]:
 
 
 def _before(graph: Graph, order: Sequence[int], without: int | None = None) -> list[int]:
-    """By node, the set of nodes that precede it, as bits. `without`: a wait that is left out, and with it the order that
-    is there only because a launch ends later than it could.
+    """Return by node the set of nodes that precede it, as bits. `without`: a wait to leave out, together with the order
+    that holds only because a launch ends later than it could.
     """
     found = [0] * len(order)
     for node in order:
@@ -261,7 +261,7 @@ def _before(graph: Graph, order: Sequence[int], without: int | None = None) -> l
 
 
 def _stuck(graph: Graph, before: Sequence[int], span: Span) -> Iterator[Diagnostic]:
-    """C641, of a task that waits for something that needs a later task, or itself."""
+    """Yield C641 for each task that waits for something that needs a later task, or itself."""
     for number, awaited in graph.claims:
         known = before[awaited] | 1 << awaited
         later = [task for task, node in graph.tasks.items() if task >= number and known >> node & 1]
@@ -271,7 +271,7 @@ def _stuck(graph: Graph, before: Sequence[int], span: Span) -> Iterator[Diagnost
 
 
 def _races(graph: Graph, before: Sequence[int], span: Span) -> Iterator[Diagnostic]:
-    """C640."""
+    """Yield C640 for each pair of accesses in no order, and each push outside of its launch."""
     by_memory: dict[Kept, list[Access]] = {}
     for one in graph.accesses:
         by_memory.setdefault(one.memory, []).append(one)
@@ -293,7 +293,7 @@ def _races(graph: Graph, before: Sequence[int], span: Span) -> Iterator[Diagnost
 
 
 def _is_same_visit(one: Access, other: Access) -> bool:
-    """Whether a function reads what it writes: a visit, a launch or the end of a call is judged by itself."""
+    """Return whether one visit, launch or end of a call makes both accesses, and so orders them itself."""
     return one.of == other.of and not one.of.startswith("task")
 
 
