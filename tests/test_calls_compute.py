@@ -15,6 +15,7 @@ from thread_ranks import in_group  # noqa: E402
 import commdsl  # noqa: E402
 from commdsl import compiler  # noqa: E402
 from commdsl.compiler import CheckedSchedule  # noqa: E402
+from commdsl.ir.products import added  # noqa: E402
 from commdsl.language.diagnostics import CommError  # noqa: E402
 
 CALLED = Path(__file__).parent / "called_products.comm"
@@ -207,3 +208,30 @@ def test_both_places() -> None:
     found = caught.value.diagnostics[0]
     assert (found.code, found.primary.span.text) == ("C592", "compute matmul(x, w -> y)")
     assert [label.span.text for label in found.secondary] == ["do halves(x, w -> y)"]
+
+
+ADDS = """schedule adds(K = 0) for P ranks where P >= 2 {
+  input x   input w   input t   input u
+  output y   output z
+  ensure each r { y == sum(matmul(x, w), t)   z == matmul(x, u) }
+  if K == 1 { each r { compute matmul(x, w -> y) } }
+  each r { compute matmul(x, u -> z) }
+  if K == 0 { each r { compute matmul(x, w -> y) } }
+  each r { reduce t -> y }
+}
+
+schedule twice for P ranks where P >= 2 {
+  input x   input w   input t   input u
+  output y   output z   output v   output s
+  ensure each r { y == sum(matmul(x, w), t)   v == sum(matmul(x, w), t)   z == matmul(x, u)   s == matmul(x, u) }
+  do adds(x, w, t, u -> y, z)
+  do adds(x, w, t, u -> v, s) with K = LAST
+}
+"""
+
+
+def test_sums_within_some_products_alone() -> None:
+    """A sum is added within a product only where that holds each time its text is called."""
+    within, once = (check(ADDS.replace("LAST", last), "twice").schedule for last in "01")
+    assert [span.text for span in added(within)] == ["reduce t -> y"]
+    assert not added(once)
