@@ -16,9 +16,7 @@ from commdsl.cost.report import Report, far_from_bound, report
 from commdsl.ir import resolve
 from commdsl.ir.dispatches import ByKey, Dispatch
 from commdsl.ir.plans import DispatchPlan, Routing, routing
-from commdsl.ir.products import stopping
 from commdsl.ir.resolve.faults import nearest
-from commdsl.ir.rowwise import ending
 from commdsl.ir.schedules import Schedule
 from commdsl.language import parsed
 from commdsl.language.diagnostics import CommError, Diagnostic, Label, Severity
@@ -307,7 +305,7 @@ def check_schedule(files: tuple[File, ...], decl: ScheduleDecl, given: Given) ->
     warnings = (*resolve.warnings(files, decl), *found)
     unbuilt = (*unbuilt_schedule(meant), *unbuilt_lengths(meant), *unbuilt_casts(meant, given.transport))
     _raise_errors((*unbuilt, *tasks_without_kernel(meant, given.transport)))
-    stopped = stopping(ending(meant)[0]).schedule
+    stopped = checks.stopped(meant)
     visits = lower_visits(stopped, given.transport) if meant.stops else None
     plan = visits if visits is not None and meant.has_bodies else lower(meant, given.transport)
     pushed = pushing(visits) if visits is not None and meant.tuning.matmul == "push" else None

@@ -49,6 +49,8 @@ from commdsl.checks.untouched import untouched_chunks
 from commdsl.checks.useless import useless_statements
 from commdsl.ir.dispatches import Dispatch
 from commdsl.ir.plans import DispatchPlan, Routing
+from commdsl.ir.products import stopping
+from commdsl.ir.rowwise import ending
 from commdsl.ir.schedules import Schedule
 from commdsl.language.diagnostics import CommError, Diagnostic, Label, Severity
 from commdsl.language.syntax import File, ScheduleDecl
@@ -196,6 +198,17 @@ def _with_calls(schedule: Schedule, diagnostic: Diagnostic) -> Diagnostic:
     """What is wrong in a schedule that is called is shown with the place of the call."""
     calls = tuple(Label(span, "called here") for span in schedule.calls_of(diagnostic.primary.span))
     return replace(diagnostic, secondary=(*diagnostic.secondary, *calls)) if calls else diagnostic
+
+
+def stopped(schedule: Schedule) -> Schedule:
+    """Return the schedule as it is lowered: without the row-wise function it ends in, stopping at each product.
+
+    Raises CommError (C592, C593) where no kernel runs one of them, with the calls that lead there.
+    """
+    try:
+        return stopping(ending(schedule)[0]).schedule
+    except CommError as error:
+        raise CommError(tuple(_with_calls(schedule, one) for one in error.diagnostics)) from error
 
 
 def check_plan(schedule: Schedule, plan: Plan) -> tuple[Diagnostic, ...]:

@@ -80,7 +80,7 @@ def combining_engine(located: Located) -> Iterator[Diagnostic]:
     within = added(schedule)
     for _, _, moves in located.statements():
         key = statement_key(moves.moves.span)
-        if moves.moves.kind is MoveKind.REDUCE and key not in told and key[1:] not in within:
+        if moves.moves.kind is MoveKind.REDUCE and key not in told and moves.moves.span not in within:
             told.add(key)
             help = f"tune another protocol for `{schedule.name}`, as `{DEFAULT.name}`"
             label = Label(moves.moves.span, "this combines")

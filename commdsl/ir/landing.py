@@ -24,9 +24,9 @@ def landing(schedule: Schedule) -> frozenset[str]:
     handed_over = {number for step in stops for number in (*step.reads, *step.writes)}
     handed_over |= {number for product in schedule.products for number in product}
     moves, within = list(joining(schedule)), added(schedule)
-    handed_over |= {one.source_buffer for one in moves if (one.span.start, one.span.end) in within}
+    handed_over |= {one.source_buffer for one in moves if one.span in within}
     put = {one.dest_buffer for one in moves if (one.source_rank[:, 0] != one.dest_rank).any()}
-    combines = (one for one in moves if one.kind is MoveKind.REDUCE and (one.span.start, one.span.end) not in within)
+    combines = (one for one in moves if one.kind is MoveKind.REDUCE and one.span not in within)
     combined = {one.dest_buffer for one in combines}
     copied = {one.source_buffer for one in moves}
     passing = handed_over | copied

@@ -88,12 +88,18 @@ def stopping(schedule: Schedule) -> Stopping:
     return Stopping(stopped, parts.parts)
 
 
-def added(schedule: Schedule) -> frozenset[tuple[int, int]]:
-    """The statements that are added within a product, by where they begin and end in the text."""
-    if not schedule.has_products:
-        return frozenset()
-    products = (step for step in _grouped(schedule) if isinstance(step, _Product))
-    return frozenset((one.span.start, one.span.end) for product in products for one in product.sums)
+def added(schedule: Schedule) -> frozenset[Span]:
+    """The places in the texts of the statements that are added within a product, whenever they are reached."""
+    within, alone = set[Span](), set[Span]()
+    for step in _grouped(schedule) if schedule.has_products else ():
+        match step:
+            case _Product(sums=sums):
+                within.update(one.span for one in sums)
+            case Step(moves):
+                alone.update(one.span for one in moves)
+            case _:
+                pass
+    return frozenset(within - alone)
 
 
 def _grouped(schedule: Schedule) -> Iterator[AnyStep | _Product]:

@@ -1,11 +1,11 @@
-"""Finds the mistakes of `do` that need no numbers: what is called is there, only moves, and does not call itself.
+"""Finds the mistakes of `do` that need no numbers: what is called is there, may be called, and does not call itself.
 
 Assumes the names in sight. Does not look at ranks, extents or parameters' values; `calls` and `parameters` do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TypeAlias
 
@@ -19,6 +19,9 @@ from commdsl.language.source import Span
 
 Schedules: TypeAlias = Mapping[str, syn.ScheduleDecl]
 """Those of the files by name."""
+
+READ, WRITTEN = (BufferKind.INPUT, BufferKind.INOUT), (BufferKind.OUTPUT,)
+"""The kinds of buffers that are given in front of the arrow of a call, and behind it."""
 
 MOST_DEEP = 8
 """Schedules that call each other."""
@@ -51,7 +54,9 @@ def check_call(rules: ExpressionRules, do: syn.Do, schedules: Schedules) -> None
     if why is not None:
         reason, span = why
         what = f"`{called.name.text}` cannot be called: it {reason}"
-        rules.faults.report("C126", what, do.schedule.span, "only what moves is called", secondary=(Label(span),))
+        rules.faults.report(
+            "C126", what, do.schedule.span, "only what moves or multiplies is called", secondary=(Label(span),)
+        )
 
 
 def _check_part(rules: ExpressionRules, do: syn.Do, part: syn.Part) -> None:
@@ -78,16 +83,30 @@ def _check_ranks(rules: ExpressionRules, do: syn.Do, ref: syn.Ref) -> None:
 
 
 def _check_given(faults: Faults, do: syn.Do, called: syn.ScheduleDecl) -> None:
+    """Report C107 where no values of parameters make the buffers as many as those given."""
     buffers = [one for one in called.body if isinstance(one, syn.BufferDecl)]
-    writes = [one for one in buffers if one.kind is BufferKind.OUTPUT]
-    reads = [one for one in buffers if one.kind in (BufferKind.INPUT, BufferKind.INOUT)]
-    if (len(do.reads), len(do.writes)) == (len(reads), len(writes)):
-        return
-    form = ", ".join(one.name.text for one in reads)
-    form += f" -> {', '.join(one.name.text for one in writes)}" if writes else ""
-    label = f"{len(do.reads)} to read, {len(do.writes)} to write"
-    faults.report("C107", f"`{called.name.text}` takes other buffers", do.span, label,
-                  help=f"give it `{called.name.text}({form})`")  # fmt: skip
+    reads, writes = ([one for one in buffers if one.kind in kinds] for kinds in (READ, WRITTEN))
+    if not (_fit(reads, len(do.reads)) and _fit(writes, len(do.writes))):
+        report_given(faults, do, [_form(one) for one in reads], [_form(one) for one in writes])
+
+
+def _fit(taken: Sequence[syn.BufferDecl], given: int) -> bool:
+    """Whether so many can be given: a buffer under a condition may be absent."""
+    return sum(one.where is None for one in taken) <= given <= len(taken)
+
+
+def _form(decl: syn.BufferDecl) -> str:
+    return decl.name.text + ("" if decl.where is None else f" where {decl.where.span.text}")
+
+
+def report_given(faults: Faults, do: syn.Do, reads: Sequence[str], writes: Sequence[str], note: str = "") -> None:
+    """Report C107: a call gives other buffers than those that the called schedule takes, by their names; `note`: the
+    values of parameters with which it takes these.
+    """
+    name = do.schedule.text
+    form = ", ".join(reads) + (f" -> {', '.join(writes)}" if writes else "")
+    label = f"{len(do.reads)} to read, {len(do.writes)} to write{note}"
+    faults.report("C107", f"`{name}` takes other buffers", do.span, label, help=f"give it `{name}({form})`")
 
 
 def _check_combines(faults: Faults, do: syn.Do, called: syn.ScheduleDecl, schedules: Schedules) -> None:
@@ -101,26 +120,22 @@ def _leaves_open(called: syn.ScheduleDecl, schedules: Schedules, depth: int) -> 
     """Whether it, or what it calls, reduces without a word on how."""
     moves = (one for one in syn.walk(called.body) if isinstance(one, syn.Each))
     inside = (one for each in moves for one in syn.walk(each.body) if isinstance(one, syn.Move))
-    if any(one.kind is MoveKind.REDUCE and one.operation is None for one in inside):
+    if any(one.kind is MoveKind.REDUCE and one.factor is None and one.operation is None for one in inside):
         return True
     calls = (schedules.get(one.schedule.text) for one in _calls(called) if one.operation is None and depth)
     return any(_leaves_open(one, schedules, depth - 1) for one in calls if one is not None)
 
 
 def _why_not(called: syn.ScheduleDecl) -> tuple[str, Span] | None:
-    """What a schedule does that no other can do in its place."""
-    for statement in syn.walk(called.body):
+    """Return what a schedule does that no other can do in its place, and where: first what it computes."""
+    for statement in sorted(syn.walk(called.body), key=lambda one: isinstance(one, syn.BufferDecl)):
         match statement:
             case syn.Yield() | syn.Visit():
                 return "yields", statement.span
-            case syn.Compute() | syn.Move(factor=syn.Ref()):
-                return "computes", statement.span
-            case syn.Tune() | syn.On():
-                return "says how it is launched", statement.span
+            case syn.Compute(function):
+                return f"computes `{function.text}`", statement.span
             case syn.BufferDecl(element=element, like=like, lengths=lengths) if element or like or lengths:
                 return "says types or lengths", statement.span
-            case syn.BufferDecl(where=syn.Node()):
-                return "declares buffers under conditions", statement.span
             case _:
                 pass
     return None

@@ -14,6 +14,7 @@ from typing import NoReturn
 import numpy as np
 
 from commdsl.ir.bounds import outside
+from commdsl.ir.resolve.call_rules import READ, WRITTEN, report_given
 from commdsl.ir.resolve.evaluate import Evaluator, Scope
 from commdsl.ir.resolve.faults import Faults, Poisoned, nearest
 from commdsl.ir.resolve.machines import AXES
@@ -24,6 +25,9 @@ from commdsl.language import syntax as syn
 from commdsl.language.diagnostics import Label
 from commdsl.language.kinds import BufferKind, MoveKind
 from commdsl.machine.topology import Axis, Topology
+
+MANY = "give as many chunks as are declared there, or as many for each"
+SINGLY = "give one chunk for each: what multiplies takes whole blocks"
 
 
 def groups(
@@ -75,7 +79,7 @@ class Call:
 
     def __init__(self, do: syn.Do, schedule: Schedule, group: Ints, scope: Scope, binding: Binding) -> None:
         self.do, self.schedule, self.group, self.binding = do, schedule, group, binding
-        self.parts = dict(zip(_taken(schedule), (*do.reads, *do.writes), strict=True))
+        self.parts = self._parts()
         shapes = {name: self._extents(part, scope) for name, part in self.parts.items()}
         self.rest = self._rest(shapes)
         self.scope = scope
@@ -84,7 +88,7 @@ class Call:
         """`scratch`: the buffers that were made for those of the schedule."""
         given = [self._given(buffer, scratch) for buffer in self.schedule.buffers]
         for step in self.schedule.steps:
-            assert isinstance(step, Step), "a schedule that is called only moves"
+            assert isinstance(step, Step), "a schedule that is called yields nothing and has no tasks"
             moved = (self._moved(one, step, given) for one in step.moves)
             made = Step(tuple(one for one in moved if len(one.actor)), (*bindings, *step.bindings), step.span)
             self.binding.budget.step(made)
@@ -98,6 +102,17 @@ class Call:
         return replace(buffer, name=name, dims=dims, cut=buffer.cut * slots)
 
     # --- what is given ------------------------------------------------------------------------------------------------
+
+    def _parts(self) -> dict[str, syn.Part]:
+        """Return what is given for each buffer that exists. Raises Poisoned after C107: more or fewer are given."""
+        do, buffers = self.do, self.schedule.buffers
+        reads, writes = ([one.name for one in buffers if one.kind in kinds] for kinds in (READ, WRITTEN))
+        if (len(reads), len(writes)) != (len(do.reads), len(do.writes)):
+            ranks = self.schedule.num_ranks
+            values = "".join(f", {name} = {value}" for name, value in self.schedule.params)
+            report_given(self.binding.faults, do, reads, writes, f"; {ranks} ranks{values}")
+            raise Poisoned
+        return dict(zip((*reads, *writes), (*do.reads, *do.writes), strict=True))
 
     def _extents(self, part: syn.Part, scope: Scope) -> tuple[int, ...]:
         domains = (self.binding.domain(binder.domain, scope) for binder in part.binders)
@@ -120,13 +135,15 @@ class Call:
                 one = next(iter(rests))
                 self._unlike(buffer, f"{_shape(rests[buffer.name])} for a chunk of `{buffer.name}`, "
                                      f"{_shape(first)} for one of `{one}`")  # fmt: skip
+            if prod(behind) > 1 and self.schedule.has_products:
+                self._unlike(buffer, f"{_shape(behind)} for a chunk of `{buffer.name}`", SINGLY)
         return next(iter(rests.values()), ())
 
-    def _unlike(self, buffer: Buffer, label: str) -> NoReturn:
+    def _unlike(self, buffer: Buffer, label: str, help: str = MANY) -> NoReturn:
         declared = (Label(buffer.span, "declared here"),)
         what = f"what is given to `{self.schedule.name}` is of another shape"
         self.binding.faults.report("C116", what, self.parts[buffer.name].span, label, secondary=declared,
-                                   help="give as many chunks as are declared there, or as many for each")  # fmt: skip
+                                   help=help)  # fmt: skip
         raise Poisoned
 
     def _given(self, buffer: Buffer, scratch: Mapping[str, str]) -> Given:
@@ -169,7 +186,46 @@ class Call:
             source_rank=source_rank.repeat(rest, axis=0), source_chunk=source_chunk, source_valid=valid,
             dest_rank=dest_rank.repeat(rest), dest_chunk=dest_chunk, operation=self._operation(one),
         )  # fmt: skip
+        if one.factor is not None and one.factor_chunk is not None:
+            return self._multiplied(one, moved, one.factor_chunk[again], one.dest_chunk[again], given)
         return _without_idle(moved) if one.copies and one.cast is None else moved
+
+    def _multiplied(
+        self, one: Statement, moved: Statement, factor_chunk: Ints, dest_chunk: Ints, given: Sequence[Given]
+    ) -> Statement:
+        """The product `moved` by the factor that is given, with the bias and the residual given: chunks of `one`'s
+        buffers, a row of `moved` each. Raises Poisoned after C596.
+        """
+        assert one.factor is not None
+        factor = given[one.factor]
+        chunks = factor.chunks[moved.actor, factor_chunk, 0]
+        bias, residual = one.epilogue.bias, one.epilogue.residual
+        if bias is not None:
+            of_all = self.schedule.buffers[bias].num_chunks == 1
+            bias = self._ending(bias, given, moved.actor, factor_chunk * (not of_all), chunks, one_for_all=True)
+        if residual is not None:
+            residual = self._ending(residual, given, moved.actor, dest_chunk, moved.dest_chunk, one_for_all=False)
+        ends = replace(one.epilogue, bias=bias, residual=residual)
+        return replace(moved, factor=factor.buffer, factor_chunk=chunks, epilogue=ends)
+
+    def _ending(
+        self, buffer: int, given: Sequence[Given], actor: Ints, chunk: Ints, beside: Ints, *, one_for_all: bool
+    ) -> int:
+        """Return the number of the buffer given for one that a product adds: an input, of which it reads the chunks
+        `beside` those of the factor or the result, or the only one. Raises Poisoned after C596.
+        """
+        to, name = given[buffer], self.schedule.buffers[buffer].name
+        found = list(self.binding.buffers.values())[to.buffer]
+        what = help = ""
+        if found.kind is not BufferKind.INPUT:
+            what, help = f"`{found.name}` is not an input", f"declare `input {found.name}`"
+        elif not ((one_for_all and found.num_chunks == 1) or np.array_equal(to.chunks[actor, chunk, 0], beside)):
+            beside_of = "factor" if one_for_all else "result"
+            what, help = f"another block than that of the {beside_of}", "give both the same indices"
+            help += ", or one row for all" if one_for_all else ""
+        if what:
+            self.binding.faults.fail("C596", "no kernel adds this to a product", self.parts[name].span, what, help=help)
+        return to.buffer
 
     def _operation(self, one: Statement) -> str | None:
         """How it combines: as it says, or as the call does."""
@@ -180,19 +236,16 @@ class Call:
         sides = (
             (one.source_buffer, one.source_rank, one.source_chunk, one.source_valid),
             (one.dest_buffer, one.dest_rank, one.dest_chunk, None),
+            (one.factor, one.actor, one.factor_chunk, None),
         )
         for buffer, rank, chunk, valid in sides:
+            if buffer is None or chunk is None:
+                continue
             found = outside(self.schedule.buffers[buffer], self.schedule.num_ranks, rank, chunk, valid)
             if found is not None:
                 where = f"rank {int(one.actor[found.row])}{bindings_text(step.bindings)}"
                 self.binding.faults.add(found.diagnostic(one.span, where))
                 raise Poisoned
-
-
-def _taken(schedule: Schedule) -> tuple[str, ...]:
-    """The buffers that are given: what the schedule reads, then what it only writes."""
-    kinds = ((BufferKind.INPUT, BufferKind.INOUT), (BufferKind.OUTPUT,))
-    return tuple(buffer.name for kind in kinds for buffer in schedule.buffers if buffer.kind in kind)
 
 
 def _without_idle(one: Statement) -> Statement:

@@ -73,7 +73,8 @@ class Resolver:
 
     # --- declarations -------------------------------------------------------------------------------------------------
 
-    def declarations(self, given: Mapping[str, int], overriding: tuple[syn.TuneEntry, ...]) -> None:
+    def declarations(self, given: Mapping[str, int], overriding: tuple[syn.TuneEntry, ...] | None) -> None:
+        """Resolve what is declared, and what is tuned unless `overriding` is None: of a schedule that is called."""
         decl, topology = self.decl, self.topology
         if self.ranks < 1 or self.ranks > topology.num_ranks:
             what = f"expected 1 to {topology.num_ranks} ranks, got {self.ranks}"
@@ -95,6 +96,9 @@ class Resolver:
             what = f"`{decl.name.text}` does not say what it ensures"
             help = "write for example `ensure allreduce(x)`: without it there is nothing to prove"
             self.faults.report("C507", what, decl.name.span, "no `ensure`", help=help)
+        if overriding is None:
+            self.role = None
+            return
         tunes = [statement for statement in decl.body if isinstance(statement, syn.Tune)]
         entries = tuple(entry for tune in tunes for entry in tune.entries)
         machine = Machine(self.topology, self.ranks, self.role, self._role_sms())
@@ -312,7 +316,7 @@ class Resolver:
         before, decl = self.faults.reports, self.schedules[name]
         inner = Resolver(decl, ranks, self.topology, self.functions, self.schedules, (), self.faults,
                          self.binding.budget)  # fmt: skip
-        inner.declarations(dict(params), ())
+        inner.declarations(dict(params), None)
         if self.faults.reports == before:
             inner.body()
         if self.faults.reports > before:
