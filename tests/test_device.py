@@ -212,7 +212,8 @@ def test_another_group_of_the_same_name(gpu: FakeGpu, monkeypatch: pytest.Monkey
         rank.call()
         before, member = rank.comm, groups._THREADS[rank.name]
         bootstrap = ThreadBootstrap(rank.rank, RANKS, board)
-        renamed = replace(member, bootstrap=bootstrap, board=board, owner=lambda: board)
+        world = replace(member.world, bootstrap=bootstrap)  # where the group before reports nothing
+        renamed = replace(member, bootstrap=bootstrap, board=board, owner=lambda: board, world=world)
         monkeypatch.setitem(groups._THREADS, rank.name, renamed)
         rank.call()
         assert rank.comm is not before
