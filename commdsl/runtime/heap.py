@@ -5,6 +5,7 @@ Assumes all ranks allocate in the same order. Does not know what lies in it; the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -17,7 +18,7 @@ from typing import Protocol, TypeVar
 from commdsl.machine import memory
 from commdsl.runtime.bootstrap import Board, Exchange
 from commdsl.runtime.descriptors import pass_round
-from commdsl.runtime.errors import HeapError
+from commdsl.runtime.errors import HeapError, OpError
 
 PAGE = 4096
 
@@ -79,7 +80,8 @@ def together(exchange: Exchange, reserve: Callable[[], Reserved]) -> Reserved:
     try:
         found = reserve()
     except HeapError as error:
-        exchange("reserved", str(error).encode())
+        with contextlib.suppress(OpError):  # a peer may give up for this before it has met the others: this is why
+            exchange("reserved", str(error).encode())
         raise
     for peer, said in enumerate(exchange("reserved", b"")):
         if said:
